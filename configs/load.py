@@ -13,6 +13,7 @@ from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import PLUGIN, NamedSection, PluginSection, UserPath, expand_home, sections_at
+from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.configs.schema.run import RunSection
 from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
 
@@ -67,9 +68,9 @@ def _merge(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
 
 
 def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
-    """The default of the key `name`; None for sections without variants, as the run's."""
+    """The default of the key `name`; None for sections without variants: all optimizers have the same keys."""
     names = [section.model_fields["name"].default for section in sections if "name" in section.model_fields]
-    return names[0] if names and RunSection not in sections else None
+    return names[0] if names and not {RunSection, OptimizerConfig} & set(sections) else None
 
 
 def expand_name(value: Any, sections: Sequence[type[BaseModel]]) -> Any:

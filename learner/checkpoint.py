@@ -341,7 +341,8 @@ def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
         found[name] = {"model": weights, "optimizer": moments}
         if fresh:  # get_state_dict fills it by a step without effect; counted, that would bias the first update
             for values in optimizer.state.values():
-                values["step"].zero_()
+                if "step" in values:
+                    values["step"].zero_()
     return found
 
 

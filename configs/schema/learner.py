@@ -156,8 +156,11 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and decay."""
+    """The optimizer, with linear warm-up and decay."""
 
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw_8bit` keeps AdamW's averages in 8 bits (extra `torchao`). `muon` is Muon for the matrices of the layers,
+    scaled so that it takes AdamW's learning rate, and AdamW for the rest: for GPUs."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.99)
@@ -272,8 +275,13 @@ class LearnerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     attention: Literal["segments", "flash_attention_2"] = "segments"
     """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash`."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass to save memory: of each layer all but its input (`full`), or all but
+    the results of attention and of every second matrix product (`selective`)."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer in the host's memory; each layer is copied to the GPU when it is needed."""
+    compile: bool = False
+    """Compile each layer but its attention (torch.compile): the first steps take minutes, later ones less time."""
     wait_deadline_s: Seconds = 600.0
     """Time that the learner waits for enough ready groups; then it exits. Unsaved steps are
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
@@ -313,6 +321,11 @@ class LearnerConfig(Section):
 
     def _step_problems(self) -> list[str]:
         problems = []
+        if self.compile and self.activation_checkpointing == "selective":
+            problems.append(
+                "learner.activation_checkpointing: selective chooses among operations, which learner.compile merges; "
+                "take full or none"
+            )
         if self.groups_per_step % self.updates_per_step:
             problems.append(
                 f"learner.groups_per_step={self.groups_per_step} must be a multiple of "

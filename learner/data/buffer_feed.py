@@ -7,9 +7,10 @@ shares it through the ranks' store, so that no collective runs outside the main 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from slipstream.buffer.client.groups import GroupReader
@@ -22,6 +23,7 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.data.balance import Level, SequenceCost, share_out
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import ActionBatch, build_rows
@@ -80,6 +82,7 @@ def build_step(
     step: int,
     consuming_version: int,
     images: ImageReader | None = None,
+    levels: Sequence[Level] | None = None,
 ) -> StepData:
     """A rank's part of a step.
 
@@ -87,14 +90,16 @@ def build_step(
         dealt: groups of each update with their importance weights.
         token_budget: maximal input tokens of a micro-batch.
         images: reads the images of a vision-language model.
+        levels: of each update's micro-batches, where several ranks train in step.
     """
     updates, all_trajectories = [], list[Trajectory]()
-    for groups in dealt:
+    unset: list[Level | None] = [None] * len(dealt)
+    for groups, level in zip(dealt, levels or unset, strict=True):
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
         sequences = [
             token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories)))
+        updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), level=level))
         all_trajectories += trajectories
     rows = build_rows(
         [each for groups in dealt for each in groups], terms=[reward.name for reward in rewards if reward.weight]
@@ -109,6 +114,8 @@ class FeedSettings:
     groups_per_step: int
     updates_per_step: int
     token_budget: int
+    cost: SequenceCost
+    """Of sequences under the policy."""
     rewards: Sequence[RewardConfig]
     wait_deadline_s: float
     """For the groups of a step, from the call of `take`."""
@@ -199,20 +206,57 @@ class Feed:
         return time.monotonic() - self._waits_since
 
     def _fetch(self, number: int, step: int, consuming_version: int) -> StepData:
-        settings = self._settings
+        settings, world = self._settings, self._world
         lease = self._lease(number, step, consuming_version)
-        rank, shares = self._world.data_rank, self._world.data_size
-        own = deal(len(lease.ids), updates=settings.updates_per_step, rank=rank, world_size=shares)
-        groups = iter(self._reader.read([lease.ids[index] for indices in own for index in indices]))
-        dealt = [[(next(groups), lease.importance_weights[index]) for index in indices] for indices in own]
+        dealt = deal(
+            len(lease.ids), updates=settings.updates_per_step, rank=world.data_rank, world_size=world.data_size
+        )
+        groups, levels = self._read(lease, chain.from_iterable(dealt)), None
+        if world.data_size > 1:
+            dealt, levels = self._balance(number, step, groups)
+            groups |= self._read(lease, [index for index in chain.from_iterable(dealt) if index not in groups])
         return build_step(
-            dealt,
+            [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in dealt],
             token_budget=settings.token_budget,
             rewards=settings.rewards,
             step=step,
             consuming_version=consuming_version,
             images=self.images,
+            levels=levels,
         )
+
+    def _read(self, lease: Lease, indices: Iterable[int]) -> dict[int, Group]:
+        """The leased groups of these indices."""
+        wanted = list(indices)
+        return dict(zip(wanted, self._reader.read([lease.ids[index] for index in wanted]), strict=True))
+
+    def _balance(self, number: int, step: int, groups: Mapping[int, Group]) -> tuple[list[list[int]], list[Level]]:
+        """Indices of the groups that this rank trains on and its micro-batches, by update.
+
+        Args:
+            groups: those whose lengths this rank shares with the others, by index.
+        """
+        settings, world = self._settings, self._world
+        own = [(index, [len(each.action_mask) - 1 for each in group.trajectories]) for index, group in groups.items()]
+        world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(own))
+        if number > 2:
+            world.store.delete_key(f"lengths/{number - 2}/{world.data_rank}")
+        lengths: dict[int, list[int]] = {}
+        for rank in range(world.data_size):
+            shared = self._await_key(f"lengths/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
+            lengths |= dict(json.loads(shared))
+        per_update = len(lengths) // settings.updates_per_step
+        dealt, levels = [], []
+        for start in range(0, len(lengths), per_update):
+            shares, level = share_out(
+                [lengths[start + index] for index in range(per_update)],
+                world.data_size,
+                budget=settings.token_budget,
+                cost=settings.cost,
+            )
+            dealt.append([start + index for index in shares[world.data_rank]])
+            levels.append(level)
+        return dealt, levels
 
     def _lease(self, number: int, step: int, consuming_version: int) -> Lease:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError
@@ -236,24 +280,30 @@ class Feed:
             self._world.store.set(key, json.dumps(outcome))
 
     def _lease_from_root(self, key: str, step: int) -> Lease:
-        """Rank 0's lease; its deadline is later than rank 0's, whose error has the reason.
+        """Rank 0's lease. Raises: StarvedError and StopRequested as on rank 0."""
+        outcome = json.loads(self._await_key(key, f"step {step}: the lease of rank 0"))
+        if "starved" in outcome:
+            raise StarvedError(outcome["starved"])
+        if "stopped" in outcome:
+            raise StopRequested(outcome["stopped"])
+        return Lease(**outcome)
 
-        Raises: StarvedError and StopRequested as on rank 0.
+    def _await_key(self, key: str, what: str) -> str:
+        """The store's value of `key`; the deadline is later than rank 0's for the lease, whose error has the reason.
+
+        Args:
+            what: the value, for the error.
+
+        Raises: DeadlineError, StoppedError.
         """
         deadline_s = self._settings.wait_deadline_s + self._settings.outage_deadline_s
         while not self._stopping:
             shared = self._world.read_store(key)
             if shared is not None:
-                outcome = json.loads(shared)
-                if "starved" in outcome:
-                    raise StarvedError(outcome["starved"])
-                if "stopped" in outcome:
-                    raise StopRequested(outcome["stopped"])
-                return Lease(**outcome)
+                return shared
             if self._waited_s > deadline_s:
                 raise DeadlineError(
-                    f"step {step}: rank {self._world.rank} got no lease from rank 0 within {deadline_s:.0f} s; "
-                    "see rank 0's log"
+                    f"{what} did not reach rank {self._world.rank} within {deadline_s:.0f} s; see that rank's log"
                 )
         raise StoppedError("the learner stops")
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.learner.data.balance import Level, first_fit
 from slipstream.learner.data.images import SequenceImages
 from slipstream.learner.parallel.context import ContextParallel
 
@@ -169,26 +170,21 @@ class Share:
     """Number of actions of the whole."""
 
 
-def pack(sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0) -> list[MicroBatch]:
+def pack(
+    sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0, level: Level | None = None
+) -> list[MicroBatch]:
     """Packs sequences, longest first, into as few micro-batches as first-fit finds.
+
+    Sorted, sequences of one length lie side by side (see learner.models.attention).
 
     Args:
         sequences: at least two tokens each.
         token_budget: most input tokens in one micro-batch; a longer sequence gets one of its own.
         first_row: the first sequence's row in the step's batch; the others follow.
+        level: number and equal costs of the micro-batches, where several ranks train in step.
     """
     lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
-    bins: list[list[int]] = []
-    room: list[int] = []
-    # Sorted, so that sequences of one length lie side by side (see learner.models.attention).
-    for index in sorted(range(len(sequences)), key=lambda i: -lengths[i]):
-        fitting = next((n for n, left in enumerate(room) if lengths[index] <= left), None)
-        if fitting is None:
-            bins.append([index])
-            room.append(token_budget - lengths[index])
-        else:
-            bins[fitting].append(index)
-            room[fitting] -= lengths[index]
+    bins = first_fit(lengths, budget=token_budget) if level is None else level.fill(lengths, budget=token_budget)
     return [_micro_batch([sequences[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
 
 

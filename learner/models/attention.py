@@ -32,8 +32,9 @@ def register() -> None:
 
     It and that of flash-attention also take `context`, for tokens that are split over ranks.
     """
-    ALL_ATTENTION_FUNCTIONS.register(NAME, exchanging(segments_attention))
-    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", exchanging(flash_attention_forward))
+    # Not compiled: it would be again for each list of lengths.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(exchanging(segments_attention)))
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", torch.compiler.disable(exchanging(flash_attention_forward)))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, segments_mask)
 
 

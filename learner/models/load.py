@@ -17,6 +17,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
+from slipstream.learner.models.layers import Checkpointing, checkpoint_activations, compile_layers
 from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.recurrent import separate_sequences
@@ -41,10 +42,13 @@ class ModelOptions:
     """Of forward and backward passes; master weights are fp32."""
     attention: str
     """Attention over packed sequences: `segments` or `flash_attention_2`."""
-    activation_checkpointing: bool = False
     train_vision_encoder: bool = False
     lora: LoraConfig | None = None
     """Adapters of the policy; None: all of its weights are trained."""
+    activation_checkpointing: Checkpointing = "none"
+    offload: bool = False
+    """Weights, gradients and optimizer in the host's memory."""
+    compile: bool = False
 
 
 def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
@@ -92,8 +96,8 @@ def load_and_check(
     decoder = decoder_of(loader.model)
     equalise(trained, world)
     parallelise(loader.model, world)
-    shard(trained, decoder.layers, dtype=options.dtype, world=world)
-    allocate(trained, world.device)
+    shard(trained, decoder.layers, dtype=options.dtype, world=world, offload=options.offload)
+    allocate(trained, torch.device("cpu") if options.offload else world.device)
 
     def load() -> None:
         with as_config_error(str(loader.path)):
@@ -142,10 +146,9 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
         loader = WeightLoader(model, path, WeightFiles(path))
     decoder = decoder_of(model)
     separate_sequences(decoder)
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for layer in decoder.layers:
-            layer.training = True  # transformers checkpoints in no other mode; its submodules stay in evaluation mode
+    checkpoint_activations(model, decoder.layers, options.activation_checkpointing)
+    if options.compile:
+        compile_layers(decoder.layers)
     if world.is_root:
         _log_differences(path, model)
     return loader

@@ -1,13 +1,15 @@
-"""The optimizer AdamW, its learning-rate schedule and one update."""
+"""Optimizers, their learning-rate schedule and one update."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.learner import OptimizerConfig
 
 
@@ -15,10 +17,62 @@ class DivergedError(SlipstreamError):
     """Training has made a model's outputs or gradients not finite; raised on all ranks."""
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters that are trained; the learning rate is set before each step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the layers, AdamW for embeddings, head, norms and stacked experts.
+
+    One optimizer for checkpoints, with one state: the parts work on their groups of it.
+
+    Source: arXiv 2502.16982, whose scale of the updates lets both share a learning rate.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        matrices = [each for name, each in trained if each.ndim == 2 and "layers" in name.split(".")]
+        own = set(matrices)
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            _adamw([each for _, each in trained if each not in own], config),
+        ]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # takes no closure
+        """One update of all parameters that have gradients."""
+        # Not once: loading a state replaces both.
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The configured optimizer over all parameters that are trained; the learning rate is set before each step.
+
+    Raises: ConfigError when it is not installed.
+    """
+    match config.name:
+        case "adamw":
+            return _adamw((each for each in model.parameters() if each.requires_grad), config)
+        case "adamw_8bit":
+            return _adamw_8bit((each for each in model.parameters() if each.requires_grad), config)
+        case "muon":
+            return MuonWithAdamW(model, config)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+
+
+def _adamw_8bit(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ConfigError(
+            'learner.optimizer.name=adamw_8bit needs torchao: pip install "slipstream[torchao]"'
+        ) from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+    )
+    return optimizer
 
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
@@ -60,4 +114,7 @@ def _clip_gradients(model: nn.Module, most: float) -> Tensor:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets it in every parameter group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # of torchao, whose compiled step would be compiled again for each number
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slipstream.learner.parallel.mesh import EXPERT_SHARD, World
 from slipstream.learner.parallel.plans import split_experts
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World) -> None:
+def shard(
+    model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World, offload: bool = False
+) -> None:
     """Shards a model over the ranks in place, layer by layer; its parameters may be without data (device "meta").
 
     Parameters with data must be the same on all ranks. A single rank that computes in fp32 keeps the model as it is:
@@ -23,16 +25,18 @@ def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, 
     Args:
         layers: parts of the model that are gathered one after the other.
         dtype: of computations and outputs; gradients are reduced in fp32.
+        offload: keep shards, their gradients and what the optimizer has of them in the host's memory.
     """
-    if world.size == 1 and dtype == torch.float32:
+    if world.size == 1 and dtype == torch.float32 and not offload:
         return
     mesh = _shard_mesh(world)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     for layer in layers:
         for experts in split_experts(layer):
-            _shard_experts(experts, precision, world)
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+            _shard_experts(experts, precision, place, world)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=place)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place)
 
 
 def _shard_mesh(world: World) -> DeviceMesh:
@@ -47,10 +51,10 @@ def _shard_mesh(world: World) -> DeviceMesh:
     return mesh[("dp_replicate", sharded) if world.sizes.dp_replicate > 1 else (sharded,)]
 
 
-def _shard_experts(experts: nn.Module, precision: MixedPrecisionPolicy, world: World) -> None:
+def _shard_experts(experts: nn.Module, precision: MixedPrecisionPolicy, place: OffloadPolicy, world: World) -> None:
     assert world.expert_mesh is not None, "experts are split, but there is no axis for them"
     axes = ("dp_replicate", EXPERT_SHARD) if world.sizes.dp_replicate > 1 else (EXPERT_SHARD,)
-    sharded: Any = fully_shard(experts, mesh=world.expert_mesh[axes], mp_policy=precision)
+    sharded: Any = fully_shard(experts, mesh=world.expert_mesh[axes], mp_policy=precision, offload_policy=place)
     # Their gradient covers the tokens of all ranks that have sent some, not only of those between which it is reduced.
     sharded.set_gradient_divide_factor(float(world.data_size * world.sizes.cp))
     # Gloo can't divide while it reduces. (A single shard's gradient would be divided twice.)

@@ -24,6 +24,7 @@ from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
+from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.rl_reporter import RLReporter
@@ -70,7 +71,7 @@ def assemble(
     path = initial_model(config)
     world = _join_ranks(config, cleanup)
     incarnation = new_incarnation()
-    feed = build_feed(config, world, incarnation, signals, images=ImageReader.of(path))
+    feed = build_feed(config, path, world, incarnation, signals, images=ImageReader.of(path))
     cleanup.callback(feed.close)
     root = _root_services(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
@@ -127,12 +128,13 @@ def _require_same_settings(own: dict[str, str], world: World) -> None:
 
 def build_feed(
     config: RunConfig,
+    path: Path,
     world: World,
     incarnation: str,
     signals: GracefulStop | None = None,
     images: ImageReader | None = None,
 ) -> Feed:
-    """The feed of a learner; `incarnation` is the learner's.
+    """The feed of a learner whose policy starts from `path`; `incarnation` is the learner's.
 
     Raises: ConfigError when the groups of an update do not divide among the ranks.
     """
@@ -141,6 +143,7 @@ def build_feed(
         groups_per_step=config.learner.groups_per_step,
         updates_per_step=config.learner.updates_per_step,
         token_budget=config.learner.token_budget,
+        cost=SequenceCost.of_model(path),
         rewards=config.rewards,
         wait_deadline_s=config.learner.wait_deadline_s,
         outage_deadline_s=config.redis.outage_deadline_s,
@@ -186,6 +189,8 @@ def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
         activation_checkpointing=learner.activation_checkpointing,
         train_vision_encoder=model.train_vision_encoder,
         lora=model.lora,
+        offload=learner.offload,
+        compile=learner.compile,
     )
 
 

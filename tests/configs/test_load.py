@@ -203,6 +203,7 @@ def test_mappings_are_merged_and_other_values_replaced(
          {"loss": {"name": "gspo", "clip_low": 1, "clip_high": 2}}),
         ("loss: {dual_clip: 3}", "loss: {name: gspo}", {"loss": {"name": "gspo"}}),
         ("loss: {dual_clip: 3}", "loss: {name: ppo}", {"loss": {"name": "ppo", "dual_clip": 3}}),
+        ("optimizer: {lr: 1}", "optimizer: {name: muon}", {"optimizer": {"lr": 1, "name": "muon"}}),
         ("advantage: {epsilon: 1}", "advantage: rloo", {"advantage": {"name": "rloo"}}),
         ("advantage: {epsilon: 1}", "advantage: grpo", {"advantage": {"name": "grpo", "epsilon": 1}}),
         ("advantage: gdpo", "advantage: {epsilon: 1}", {"advantage": {"name": "gdpo", "epsilon": 1}}),

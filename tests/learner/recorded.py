@@ -14,6 +14,7 @@ from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.prepare import StepPreparer
+from slipstream.learner.data.balance import SequenceCost, share_out
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.parallel.fsdp import full_weights
@@ -102,19 +103,38 @@ def record(folder: Path, steps: int, config: RunConfig) -> None:
             (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
 
 
-def recorded_step(folder: Path, step: int, config: RunConfig | Trainer, *, rank: int, world_size: int) -> StepData:
-    """A rank's part of a recorded step."""
+def recorded_step(
+    folder: Path,
+    step: int,
+    config: RunConfig | Trainer,
+    *,
+    rank: int,
+    world_size: int,
+    cost: SequenceCost | None = None,
+) -> StepData:
+    """A rank's part of a recorded step: an equal number of groups, or by cost."""
     learner = config.learner
-    dealt = deal(learner.groups_per_step, updates=learner.updates_per_step, rank=rank, world_size=world_size)
+    count, updates = learner.groups_per_step, learner.updates_per_step
+    groups = [decode_group((folder / f"{step}-{number}.msgpack").read_bytes()) for number in range(count)]
+    dealt, levels = deal(count, updates=updates, rank=rank, world_size=world_size), None
+    if cost is not None:
+        lengths = [[len(each.action_mask) - 1 for each in group.trajectories] for group in groups]
+        shares = [
+            share_out(lengths[start : start + count // updates], world_size, budget=learner.token_budget, cost=cost)
+            for start in range(0, count, count // updates)
+        ]
+        dealt = [
+            [update * (count // updates) + index for index in by_rank[rank]]
+            for update, (by_rank, _) in enumerate(shares)
+        ]
+        levels = [level for _, level in shares]
     return build_step(
-        [
-            [(decode_group((folder / f"{step}-{number}.msgpack").read_bytes()), 1.0) for number in share]
-            for share in dealt
-        ],
+        [[(groups[number], 1.0) for number in share] for share in dealt],
         token_budget=learner.token_budget,
         rewards=config.rewards,
         step=step,
         consuming_version=step,
+        levels=levels,
     )
 
 
@@ -145,11 +165,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in full_weights(model)}
 
 
-def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str, float]]:
-    """Trains on recorded steps; returns the metrics of each, over all ranks."""
+def train(
+    trainer: Trainer, folder: Path, steps: Sequence[int], cost: SequenceCost | None = None
+) -> list[dict[str, float]]:
+    """Trains on recorded steps, shared out by cost where one is given; returns the metrics of each, over all ranks."""
     figures = []
     for step in steps:
         world = trainer.world
-        data = recorded_step(folder, step, trainer, rank=world.data_rank, world_size=world.data_size)
+        data = recorded_step(folder, step, trainer, rank=world.data_rank, world_size=world.data_size, cost=cost)
         figures.append(trainer.step(data, unpublished_steps=0))
     return figures

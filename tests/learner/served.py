@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class RolloutServer:
         self.socket.send(encode(hello))
         self._await(m.Welcome)
 
-    def deliver(self, count: int) -> list[m.Trajectory]:
-        """Delivers that many groups; returns their trajectories, in the order of the tickets."""
+    def deliver(self, count: int, lengths: Sequence[int] = (8,)) -> list[m.Trajectory]:
+        """Delivers that many groups, in turn of these lengths; returns their trajectories, in the order of tickets."""
         self._offer(count)
         tickets: list[m.Ticket] = []
         while len(tickets) < count:
@@ -63,11 +64,11 @@ class RolloutServer:
                 epoch=ticket.epoch,
                 indices=ticket.indices,
                 trajectories=[
-                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=8, episode=number)
+                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=tokens, episode=number)
                     for number in range(ticket.samples)
                 ],
             )
-            for ticket in tickets
+            for ticket, tokens in zip(tickets, cycle(lengths), strict=False)
         ]
         frames = [encode(m.Deliver(ids=[group.id for group in groups])), *(encode(group) for group in groups)]
         self.socket.send_multipart(frames)

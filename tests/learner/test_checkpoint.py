@@ -68,8 +68,14 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_restored_learner_continues_bit_for_bit(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
+@pytest.mark.parametrize(
+    ("optimizer", "state_keys"),
+    [("adamw", {"step", "exp_avg", "exp_avg_sq"}), ("muon", {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})],
+)
+def test_restored_learner_continues_bit_for_bit(
+    world: World, make_config: MakeConfig, tmp_path: Path, optimizer: str, state_keys: set[str]
+) -> None:
+    config = make_config(optimizer={"name": optimizer, "lr": 3e-3, "warmup_steps": 0})
     record(tmp_path / "groups", RECORDED_STEPS, config)
     trainer = build_trainer(config, world)
     train(trainer, tmp_path / "groups", range(2))
@@ -84,7 +90,7 @@ def test_restored_learner_continues_bit_for_bit(world: World, make_config: MakeC
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
-    assert {name.rpartition("/")[2] for name in adam} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {name.rpartition("/")[2] for name in adam} == state_keys
     for name, tensor in moments(restored).items():
         assert torch.equal(tensor, adam[name]), name
     assert train(restored, tmp_path / "groups", [2, 3]) == wanted

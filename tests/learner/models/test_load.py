@@ -38,9 +38,9 @@ def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "activation-checkpointing"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_training_in_bfloat16_is_near_float32(
-    world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: bool
+    world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: str
 ) -> None:
     config = make_config(
         advantage="gae", critic=CRITIC, kl={"coefficient": 0.1}, activation_checkpointing=checkpointing
@@ -112,9 +112,9 @@ def scores(trainer: Trainer) -> list[Tensor]:
     return [*logprobs, trainer.critic.values(BATCH)]
 
 
-@pytest.mark.parametrize(("checkpointing", "passes"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 1), ("selective", 2), ("full", 2)])
 def test_models_have_no_dropout_and_recompute_activations(
-    checkpointing: bool, passes: int, world: World, with_dropout: MakeConfig
+    checkpointing: str, passes: int, world: World, with_dropout: MakeConfig
 ) -> None:
     trainer = build_trainer(with_dropout(activation_checkpointing=checkpointing), world)
     assert trainer.critic is not None

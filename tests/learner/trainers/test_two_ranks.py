@@ -25,7 +25,7 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
-from tests.learner.trainers.two_ranks import STEPS, VARIANTS, variant_of
+from tests.learner.trainers.two_ranks import OPTIMIZERS, STEPS, VARIANTS, variant_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,10 +61,13 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     return TwoRanks(config, folder)
 
 
-def test_two_ranks_have_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
+@pytest.mark.parametrize("balanced", [False, True], ids=["equal-groups", "equal-cost"])
+def test_two_ranks_have_losses_of_one(two_ranks: TwoRanks, world: World, balanced: bool) -> None:
     config = two_ranks.config
     alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
     together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
+    if balanced:
+        together = two_ranks.results("balanced")[0]
     assert len(together) == STEPS
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["actions"] == theirs["actions"]
@@ -91,10 +94,10 @@ def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, wo
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["grad_norm"] > 0
-        # A rank without work goes through a token of its own; and one action may lie on the edge of a clip.
+        # A rank without work goes through a token of its own; and a few actions may lie on the edge of a clip.
         loose = {name: mine[name] for name in mine if name == "tokens" or name.endswith("clip_fraction")}
         assert theirs | loose == pytest.approx(mine, abs=1e-4, rel=1e-3)
-        assert theirs == pytest.approx(theirs | loose, abs=1e-2, rel=1e-2)
+        assert theirs == pytest.approx(theirs | loose, abs=2e-2, rel=1e-2)
 
 
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
@@ -107,6 +110,13 @@ def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: Wo
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_resumes_on_two_ranks(two_ranks: TwoRanks, optimizer: str) -> None:
+    for uninterrupted, resumed in two_ranks.results(f"resumed {optimizer}"):
+        assert uninterrupted[-1]["grad_norm"] > 0
+        assert resumed == uninterrupted
 
 
 def test_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:

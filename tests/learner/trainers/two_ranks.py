@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import create_autospec, patch
@@ -29,6 +30,7 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
+from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
@@ -52,9 +54,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{mode: {"loss": {"aggregation": mode, "entropy_bonus": 0.01}} for mode in get_args(Aggregation)[:-1]},
     "constant": {"loss": {"aggregation": "constant", "constant": 64.0}},
     "lora": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
+    "muon": {"optimizer": {"name": "muon", "lr": 1e-3, "warmup_steps": 0}},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"offload": True, "activation_checkpointing": "full"},
 }
 """Further settings of `learner` with the same result on any number of ranks; two steps of each."""
 LORA = {"rank": 4, "alpha": 16}
+OPTIMIZERS = ["muon", *(["adamw_8bit"] if find_spec("torchao") else [])]
+"""Those that resume from a checkpoint of two ranks."""
 
 
 def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -112,6 +119,16 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
                 with_learner(config, settings), started=0.0, cleanup=cleanup, signals=GracefulStop()
             )
         )
+
+
+def figures_of_resumed(folder: Path, config: RunConfig, world: World) -> list[list[dict[str, float]]]:
+    """The second step, of a training that goes on and of one that resumes from a checkpoint after the first."""
+    trainer, resumed = build_trainer(config, world), build_trainer(config, world)
+    train(trainer, folder / "groups", [0])
+    open_checkpoints(config.paths.checkpoints, world, keep=1)
+    save_checkpoint(config.paths.checkpoints, trainer.trained, TrainState(step=1), world, keep=1)
+    load_checkpoint(config.paths.checkpoints, resumed.trained, world)
+    return [train(each, folder / "groups", [1, 2]) for each in (trainer, resumed)]
 
 
 @contextmanager
@@ -211,12 +228,16 @@ def main(folder: Path) -> None:
         results[f"model in {name}"] = refusal(partial(build_trainer, with_model(config, path), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     results["ruined"] = refusal(lone_loop(folder, renamed("ruined", ruinous), world).run)
+    for name in OPTIMIZERS:
+        chosen = with_learner(config, {"optimizer": {"name": name, "lr": 1e-3, "warmup_steps": 0}})
+        results[f"resumed {name}"] = figures_of_resumed(folder, renamed(name, chosen), world)
     results["signal"] = exit_code_after_signal_to_rank_1(folder, renamed("signal", config), world)
     adapted = build_trainer(variant_of(config, "lora"), world)
     train(adapted, folder / "groups", range(1))
     save_checkpoint(folder / "lora", adapted.trained, TrainState(step=1), world, keep=1)
     export_model(config.model.path, folder / "adapter", adapted.model, world, dtype=torch.float32, adapter=True)
     results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
+    results["balanced"] = train(build_trainer(config, world), folder / "groups", range(STEPS), SequenceCost(even_at=8))
     (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     variants = {
         name: train(build_trainer(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS

@@ -1,0 +1,143 @@
+"""Balance of a step's work over ranks and micro-batches, by the cost of sequences.
+
+FSDP makes the ranks wait for each other at every layer of every micro-batch, so a step takes as long as the slowest
+rank in each of them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+EXTRA: Final = 8
+"""One micro-batch more is tried, and another for each so many."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Cost of a sequence of n tokens, n + n² / `even_at`: matrix products grow with n, attention with n²."""
+
+    even_at: float
+    """Length at which attention costs as much as the matrix products."""
+
+    def __call__(self, tokens: int) -> float:
+        """Cost in units of a token's matrix products."""
+        return tokens + tokens * tokens / self.even_at
+
+    @classmethod
+    def of_model(cls, folder: Path) -> "SequenceCost":
+        """The cost under the model in a folder, from its config.json."""
+        whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return cls.of_config(whole.get("text_config", whole))
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "SequenceCost":
+        """The cost under a decoder with these values of a transformers config.
+
+        A key that a family calls otherwise counts as that of a plain transformer: the cost only ranks sequences.
+        """
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        heads = config.get("num_attention_heads", 1)
+        head_size = config.get("head_dim") or hidden / heads
+        attention = 2 * hidden * head_size * (heads + config.get("num_key_value_heads", heads))
+        width = config.get("intermediate_size", 4 * hidden)
+        if experts := config.get("num_experts_per_tok"):
+            width = experts * config.get("moe_intermediate_size", width)
+        products = layers * (attention + 3 * hidden * width) + hidden * config["vocab_size"]
+        kinds = config.get("layer_types") or ["full_attention"] * layers
+        # In FLOPs of a forward pass: 2 per weight and token; 4 · heads · head size per pair of tokens, half of them
+        # masked. Windows and linear attention grow with n.
+        return cls(even_at=products / (max(1, kinds.count("full_attention")) * heads * head_size))
+
+
+def spread(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Indices of the costs in `bins` parts of nearly equal sums, each in ascending order.
+
+    The largest go first, each to the part with the least (LPT): at most 4/3 of the best possible maximum (Graham 1969).
+    Each part gets one, if there are enough.
+    """
+    parts: list[list[int]] = [[] for _ in range(bins)]
+    sums = [0.0] * bins
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        least = sums.index(min(sums))
+        parts[least].append(index)
+        sums[least] += costs[index]
+    return [sorted(part) for part in parts]
+
+
+def first_fit(tokens: Sequence[int], *, budget: int) -> list[list[int]]:
+    """Indices of sequences by micro-batch, of at most `budget` tokens each, longest first.
+
+    Args:
+        tokens: input tokens of each sequence; one that is longer than the budget gets a micro-batch of its own.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(tokens):
+        fitting = next((n for n, left in enumerate(room) if tokens[index] <= left), None)
+        if fitting is None:
+            bins.append([index])
+            room.append(budget - tokens[index])
+        else:
+            bins[fitting].append(index)
+            room[fitting] -= tokens[index]
+    return bins
+
+
+@dataclass(frozen=True)
+class Level:
+    """Micro-batches of equal number on all ranks, and of nearly equal costs."""
+
+    micro_batches: int
+    """At least as many as `first_fit` finds on any rank."""
+    cost: SequenceCost
+
+    def fill(self, tokens: Sequence[int], *, budget: int) -> list[list[int]]:
+        """As `first_fit`; the most expensive micro-batch first, as on all ranks. Fewer if there are fewer sequences."""
+        bins: list[list[int]] = [[] for _ in range(min(self.micro_batches, len(tokens)))]
+        filled, sums = [0] * len(bins), [0.0] * len(bins)
+        for index in _longest_first(tokens):
+            fitting = [n for n in range(len(bins)) if not bins[n] or filled[n] + tokens[index] <= budget]
+            if not fitting:  # almost full ones: level enough
+                return first_fit(tokens, budget=budget)
+            chosen = min(fitting, key=lambda n: sums[n])
+            bins[chosen].append(index)
+            filled[chosen] += tokens[index]
+            sums[chosen] += self.cost(tokens[index])
+        return sorted(bins, key=lambda chosen: -sum(self.cost(tokens[index]) for index in chosen))
+
+    def slowest(self, of_ranks: Sequence[Sequence[int]], *, budget: int) -> float:
+        """Sum over the micro-batches of the slowest rank's cost in each.
+
+        Args:
+            of_ranks: input tokens of each rank's sequences.
+        """
+        costs = [
+            [sum(self.cost(tokens[index]) for index in chosen) for chosen in self.fill(tokens, budget=budget)]
+            for tokens in of_ranks
+        ]
+        return sum(map(max, zip_longest(*costs, fillvalue=0.0)))
+
+
+def _longest_first(tokens: Sequence[int]) -> list[int]:
+    return sorted(range(len(tokens)), key=lambda i: -tokens[i])
+
+
+def share_out(
+    lengths: Sequence[Sequence[int]], ranks: int, *, budget: int, cost: SequenceCost
+) -> tuple[list[list[int]], Level]:
+    """Indices of an update's groups by rank, and its micro-batches; the same on all ranks.
+
+    Groups stay whole, because advantages compare the answers of one.
+
+    Args:
+        lengths: input tokens of the sequences of each group.
+    """
+    groups = spread([sum(map(cost, group)) for group in lengths], ranks)
+    own = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
+    least = max(len(first_fit(tokens, budget=budget)) for tokens in own)
+    # One with more room may be so much more level that it is faster.
+    levels = [Level(count, cost) for count in range(least, least + 2 + least // EXTRA)]
+    return groups, min(levels, key=lambda level: level.slowest(own, budget=budget))

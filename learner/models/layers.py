@@ -1,0 +1,58 @@
+"""Activation checkpointing and compilation of a model's layers."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Checkpointing = Literal["none", "selective", "full"]
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+
+
+def checkpoint_activations(model: Any, layers: Iterable[nn.Module], mode: Checkpointing) -> None:
+    """Recomputes the layers' activations in the backward pass; gradients stay the same.
+
+    Args:
+        model: of transformers; it stays in evaluation mode.
+        mode: `full` keeps only the input of each layer, `selective` also the results of attention and of every second
+            matrix product.
+    """
+    if mode == "none":
+        return
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        settings["context_fn"] = _selective_contexts
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    for layer in layers:
+        layer.training = True  # transformers checkpoints in no other mode; its submodules stay in evaluation mode
+
+
+def _selective_contexts() -> Any:
+    """Contexts of one layer's forward pass and of its recomputation."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Callable[..., Any], *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % 2 == 0
+        else:
+            kept = "attention" in str(operator) or "flash_attn" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compiles each layer at its first use, for micro-batches of any size."""
+    for layer in layers:
+        layer.compile(dynamic=True)
