@@ -21,6 +21,7 @@ COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
+    "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),

@@ -8,6 +8,8 @@ PARTS = {
     "buffer": ("slipstream.tools.bench.buffer:command", "throughput, latency and memory of the buffer"),
     "demo": ("slipstream.tools.bench.demo:command", "time and CPU time of the demo, in turns with TRL"),
     "fleet": ("slipstream.tools.bench.fleet:command", "sharing of work among many rollout servers"),
+    "fit": ("slipstream.tools.bench.fit:command", "measured peaks of memory beside those of `slipstream fit`"),
+    "length": ("slipstream.tools.bench.length:command", "a learner's step by length of answers and number of ranks"),
     "pipeline": ("slipstream.tools.bench.pipeline:command", "what asynchrony gains, beside the limit"),
     "staleness": ("slipstream.tools.bench.staleness:command", "effect of staleness on learning, for each objective"),
     "weights": ("slipstream.tools.bench.weights:command", "speed and stall of weight updates"),

@@ -1,0 +1,206 @@
+"""Estimates of the GPU memory that a learner rank and an inference engine need, from configurations alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import torch
+
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.learner.models.footprint import ModelSize, activation_bytes
+from slipstream.learner.models.layers import Checkpointing
+from slipstream.learner.parallel.mesh import MeshSizes
+
+FP32 = 4
+FEWEST_COLUMNS, KEPT_BYTES, TILE, TILE_ON_GPU = 256, 2**29, 2**22, 2**25
+MASTER_BYTES = FP32
+"""Of a weight and of its gradient, which optimizers work on."""
+CONTEXT_BYTES = 1.5e9
+"""Of CUDA, its libraries and NCCL, in a process."""
+FRAGMENTATION = 0.04
+"""Share of an allocator's memory that lies between tensors."""
+ENGINE_SHARE = 0.9
+"""Of the GPU, that vLLM takes by default (`gpu_memory_utilization`)."""
+ENGINE_WORK_BYTES = 2e9
+"""Of vLLM, beside weights and KV cache."""
+STATE_BYTES = {"adamw": 2 * FP32, "adamw_8bit": 2 * (1 + FP32 / 256)}
+"""Of an optimizer, for each weight; in 8 bits with a scale for each 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSetting:
+    """Everything that a learner's memory depends on, beside the model."""
+
+    mesh: MeshSizes
+    dtype: torch.dtype
+    tokens: int
+    """Of the largest micro-batch: the budget, or the longest sequence."""
+    checkpointing: Checkpointing
+    optimizer: str
+    offload: bool
+    lora_rank: int | None = None
+    reference: bool = False
+    critic: bool = False
+    on_gpu: bool = True
+
+    @classmethod
+    def of(cls, config: RunConfig, mesh: MeshSizes) -> "LearnerSetting":
+        """That of a run."""
+        learner = config.learner
+        return cls(
+            mesh=mesh,
+            dtype=getattr(torch, config.model.dtype),
+            tokens=max(learner.token_budget, longest_sequence(config)),
+            checkpointing=learner.activation_checkpointing,
+            optimizer=learner.optimizer.name,
+            offload=learner.offload,
+            lora_rank=None if config.model.lora is None else config.model.lora.rank,
+            reference=learner.kl is not None,
+            critic=learner.critic is not None,
+        )
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of it on each rank."""
+        return ceil(self.tokens / self.mesh.cp)
+
+    @property
+    def shards(self) -> int:
+        """Parts of a copy of the model."""
+        return self.mesh.dp_shard * self.mesh.cp * self.mesh.tp
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Input tokens of the longest sequence that the engines return."""
+    return config.rollout.engine.max_model_len - 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by purpose."""
+
+    gpu: Mapping[str, float]
+    host: Mapping[str, float] = field(default_factory=dict)
+    """Of one rank."""
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Sum on the GPU."""
+        return sum(self.gpu.values())
+
+
+@dataclass(frozen=True)
+class EngineEstimate:
+    """Memory of an inference engine, on each of its GPUs."""
+
+    weights: float
+    cache: float
+    """Bytes for the KV cache; negative if not even the weights fit."""
+    per_token: float
+    """Bytes of the KV cache for each token; what linear attention keeps for each sequence is left out."""
+
+    def sequences(self, tokens: int) -> int:
+        """Sequences of so many tokens that the cache holds at once."""
+        return max(0, int(self.cache // (self.per_token * tokens)))
+
+
+@dataclass
+class Estimator:
+    """Estimates for one model."""
+
+    size: ModelSize
+    config: Any
+    """Of transformers."""
+    _activations: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False)
+    """What was simulated already."""
+
+    def learner(self, setting: LearnerSetting) -> Estimate:
+        """The peak of a learner rank: the backward pass of its largest micro-batch, with all optimizer states."""
+        held = _held(setting, self.size)
+        gpu = {
+            **({} if setting.offload else held),
+            "gathered layers": _gathered(setting, self.size),
+            "activations": self._activation_bytes(setting),
+            "head": _head(setting, self.size, self._text.hidden_size),
+        }
+        if setting.on_gpu:
+            gpu["CUDA, fragmentation"] = CONTEXT_BYTES + FRAGMENTATION * sum(gpu.values())
+        return Estimate(gpu, held if setting.offload else {})
+
+    def engine(self, engine: EngineConfig, *, dtype: torch.dtype, gpu_bytes: float) -> EngineEstimate:
+        """The memory of an engine on its GPUs."""
+        ranks = int(engine.options.get("tensor_parallel_size", 1))
+        share = float(engine.options.get("gpu_memory_utilization", ENGINE_SHARE))
+        weights = dtype.itemsize * self.size.total / ranks
+        cache = gpu_bytes * share - weights - ENGINE_WORK_BYTES
+        if engine.kv_cache_bytes is not None:
+            cache = min(cache, engine.kv_cache_bytes)
+        text = self._text
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        if latent := getattr(text, "kv_lora_rank", None):
+            numbers = latent + text.qk_rope_head_dim
+        else:
+            head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            numbers = 2 * head_size * max(1, ceil(text.num_key_value_heads / ranks))
+        layers = sum("linear" not in kind for kind in kinds)
+        return EngineEstimate(weights, cache, dtype.itemsize * layers * numbers)
+
+    @property
+    def _text(self) -> Any:
+        return self.config.get_text_config(decoder=True)
+
+    def _activation_bytes(self, setting: LearnerSetting) -> int:
+        key = (setting.rank_tokens, setting.dtype, setting.checkpointing, setting.mesh.tp)
+        if key not in self._activations:
+            tokens, dtype, checkpointing, tensor_parallel = key
+            self._activations[key] = activation_bytes(
+                self._text, tokens=tokens, dtype=dtype, checkpointing=checkpointing, tensor_parallel=tensor_parallel
+            )
+        return self._activations[key]
+
+
+def _held(setting: LearnerSetting, size: ModelSize) -> dict[str, float]:
+    """Bytes that a rank holds between steps: shards, in fp32 of what is trained, of a frozen base as it computes."""
+    # The ranks of `tp` each hold embedding and head.
+    own = (size.dense + size.experts) / setting.shards + size.root * setting.mesh.tp / setting.shards
+    trained = own if setting.lora_rank is None else setting.lora_rank * size.rows / setting.shards
+    matrices = size.matrices / size.total if setting.lora_rank is None else 1.0
+    muon = FP32 * matrices + STATE_BYTES["adamw"] * (1 - matrices)
+    state = STATE_BYTES.get(setting.optimizer, muon)
+    held = {
+        "weights": MASTER_BYTES * trained + (0 if setting.lora_rank is None else setting.dtype.itemsize * own),
+        "gradients": MASTER_BYTES * trained,
+        "optimizer": state * trained,
+    }
+    if setting.reference and setting.lora_rank is None:  # the base without its adapter otherwise
+        held["reference"] = MASTER_BYTES * own
+    if setting.critic:
+        held["critic"] = (2 * MASTER_BYTES + state) * own
+    return held
+
+
+def _gathered(setting: LearnerSetting, size: ModelSize) -> float:
+    """Bytes of parameters that FSDP has gathered, and of the gradients on their way to the shards."""
+    ranks = setting.mesh.dp_replicate * setting.shards
+    if ranks == 1 and setting.dtype == torch.float32 and not setting.offload:
+        return MASTER_BYTES * size.root  # gradients of embedding and head, before they are added
+    width, mesh = setting.dtype.itemsize, setting.mesh
+    layer = size.largest_dense / mesh.tp + size.largest_experts / (mesh.ep if mesh.ep > 1 else mesh.tp)
+    # Two layers and the copy that a collective fills; then the gradient, and in fp32 what is reduced.
+    of_layers = 3 * width * layer
+    of_root = width * size.root
+    if setting.lora_rank is not None:
+        return of_layers + of_root
+    return of_layers + (width + FP32) * layer + of_root + width * size.head
+
+
+def _head(setting: LearnerSetting, size: ModelSize, hidden: int) -> float:
+    """Bytes of log-probs from hidden states: tiles of logits, and gradients of the hidden states."""
+    tokens = setting.rank_tokens
+    states = tokens * hidden * (2 * setting.dtype.itemsize + FP32)
+    kept = tokens * size.head / hidden * setting.dtype.itemsize
+    if not setting.on_gpu and kept <= KEPT_BYTES:
+        return states + kept + FP32 * TILE
+    return states + 3 * FP32 * max(TILE_ON_GPU if setting.on_gpu else TILE, FEWEST_COLUMNS * tokens)
