@@ -222,6 +222,15 @@ def without_remote_code(model: Path) -> Iterator[None]:
         ) from None
 
 
+def router_sizes(module: Any) -> tuple[int, int] | None:
+    """Numbers of experts, and of those for each token, of a router of transformers; None for another module."""
+    experts, per_token = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+    shape = getattr(getattr(module, "weight", None), "shape", ())
+    if isinstance(experts, int) and isinstance(per_token, int) and shape[:1] == (experts,):
+        return experts, per_token
+    return None
+
+
 def without_copies(torch: Any) -> Any:
     """Context in which `Tensor.contiguous` returns its tensor, so that parts of a weight stay views of it.
 

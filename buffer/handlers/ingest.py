@@ -40,6 +40,7 @@ INVALID_LOGPROB = "invalid_logprob"
 UNCOVERED_ACTION = "uncovered_action"
 OUT_OF_VOCABULARY = "token_out_of_vocabulary"
 FUTURE_VERSION = "future_version"
+INVALID_EXPERTS = "invalid_experts"
 
 
 class InvalidGroupError(FrameError):
@@ -152,11 +153,27 @@ def check_group(group_id: str, blob: bytes | memoryview) -> Group:
     least, most = float(logprobs.min()), float(logprobs.max())
     if not (least >= LEAST_LOGPROB and most <= MOST_LOGPROB):  # NaN is neither
         raise InvalidGroupError(INVALID_LOGPROB, f"group {group_id}: log-probabilities from {least} to {most}")
+    _check_experts(group)
     if not group.indices:
         raise FrameError(f"group {group_id}: no task")
     if group.kind == EVAL:
         _check_evaluation(group)
     return group
+
+
+def _check_experts(group: Group) -> None:
+    """Raises: InvalidGroupError when the experts of a trajectory do not fit its tokens or their own layout."""
+    for trajectory in group.trajectories:
+        routed = trajectory.routed_experts
+        if routed is None:
+            continue
+        layout, inputs = routed.layout, len(trajectory.action_mask) - 1
+        if len(routed.ids) % layout.token_bytes or routed.tokens > inputs:
+            problem = f"{len(routed.ids)} bytes of experts, at {layout.token_bytes} for each of {inputs} input tokens"
+            raise InvalidGroupError(INVALID_EXPERTS, f"group {group.id}: {problem}")
+        largest = np.frombuffer(routed.ids, dtype=layout.dtype).max(initial=0)
+        if largest >= layout.experts:
+            raise InvalidGroupError(INVALID_EXPERTS, f"group {group.id}: expert {largest} of {layout.experts}")
 
 
 def _has_actions(trajectory: Trajectory) -> bool:

@@ -184,6 +184,21 @@ def action_mask(trajectory: Trajectory) -> NDArray[np.uint8]:
     return np.frombuffer(trajectory.action_mask, dtype=MASK_DTYPE)
 
 
+def routed_experts(trajectory: Trajectory) -> NDArray[np.int16] | None:
+    """Experts of the tokens that predict another one, shape [T - 1, layers, per_token], -1 where they are unknown.
+
+    None if all are unknown.
+    """
+    routed = trajectory.routed_experts
+    if routed is None:
+        return None
+    layout = routed.layout
+    experts = np.full((len(trajectory.action_mask) - 1, layout.layers, layout.per_token), -1, dtype=np.int16)
+    known = np.frombuffer(routed.ids, dtype=layout.dtype).reshape(-1, *experts.shape[1:])
+    experts[len(experts) - len(known) :] = known
+    return experts
+
+
 def behaviour_logprobs(trajectory: Trajectory) -> NDArray[np.float32]:
     """log μ of the chosen tokens, shape [T], read-only."""
     return np.frombuffer(trajectory.behaviour_logprobs, dtype=LOGPROB_DTYPE)

@@ -97,6 +97,43 @@ class RewardSpan(Record, frozen=True):
     value: float
 
 
+class ExpertLayout(Record, frozen=True):
+    """Sizes of the choices of experts of a model."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    """Layers that have experts."""
+    per_token: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    """Experts that a token is sent to in each."""
+    experts: Annotated[int, msgspec.Meta(ge=1, lt=1 << 15)]
+    """Experts of a layer; ids of up to 256 are stored in one byte, others in two."""
+
+    @property
+    def dtype(self) -> str:
+        """Element type of ids."""
+        return "u1" if self.experts <= 256 else "<u2"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the choices for a token."""
+        return self.layers * self.per_token * (1 if self.experts <= 256 else 2)
+
+
+class RoutedExperts(Record, frozen=True):
+    """Experts that an engine chose for the last of a sequence's input tokens; those of earlier ones are unknown.
+
+    The last token of the sequence is no input: it predicts no other one.
+    """
+
+    layout: ExpertLayout
+    ids: bytes
+    """Shape [input tokens, layers, per_token]."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of input tokens whose experts are known."""
+        return len(self.ids) // self.layout.token_bytes
+
+
 class Trajectory(Record, frozen=True):
     """One token sequence of an episode; arrays have one element per token, context and actions, in order.
 
@@ -122,6 +159,8 @@ class Trajectory(Record, frozen=True):
     """Rewards of single turns, in the order of their ends; empty: the reward arrives with the last action."""
     images: list[ImageId] = []
     """Images of its context, in the order of their placeholders among the tokens."""
+    routed_experts: RoutedExperts | None = None
+    """Only with `learner.router_replay`."""
 
 
 class Group(Message, frozen=True):

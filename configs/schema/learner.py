@@ -282,6 +282,9 @@ class LearnerConfig(Section):
     """Keep weights, gradients and optimizer in the host's memory; each layer is copied to the GPU when it is needed."""
     compile: bool = False
     """Compile each layer but its attention (torch.compile): the first steps take minutes, later ones less time."""
+    router_replay: bool = False
+    """In a mixture of experts, train with the experts that the engine chose for each token (arXiv 2510.11370), which
+    trajectories then contain: a byte for each, such as 384 a token of Qwen3-30B-A3B."""
     wait_deadline_s: Seconds = 600.0
     """Time that the learner waits for enough ready groups; then it exits. Unsaved steps are
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the

@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.store.types import Lease
-from slipstream.buffer.wire.codec import action_mask, token_ids
+from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -65,7 +65,7 @@ def token_sequence(
     """
     ids = token_ids(trajectory)
     read = None if reader is None else reader.read(ids, [images[name] for name in trajectory.images])
-    return TokenSequence(ids, action_mask(trajectory), read)
+    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory))
 
 
 def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Token sequences packed into micro-batches: end to end, without padding, at most a budget of tokens each.
 
 # N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest, P padding
+# M layers with experts, K experts of a token
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,14 @@ class TokenSequence:
         token_ids: integers, shape [T].
         action_mask: shape [T], true where a token is trained on; that of the first is ignored: nothing predicts it.
         images: of the context; None without any.
+        routed_experts: experts of the tokens but the last, shape [T - 1, M, K], -1 where the router chooses; None: it
+            chooses everywhere.
     """
 
     token_ids: NDArray[Any]
     action_mask: NDArray[Any]
     images: SequenceImages | None = None
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class MicroBatch(Movable):
     pixels_PD: Tensor | None = None
     """Patches of all images, in the order of the sequences."""
     grids_I3: Tensor | None = None
+    routed_experts_1NMK: Tensor | None = None
+    """Experts to choose, -1 where the router does; None: it does everywhere."""
     share: "Share | None" = None
     """Its place in the whole micro-batch, if this is one rank's share of that."""
 
@@ -109,6 +115,9 @@ class MicroBatch(Movable):
                 "pixel_values": self.pixels_PD,
                 "image_grid_thw": self.grids_I3,
             }
+        if self.routed_experts_1NMK is not None:
+            # Taken by the layers of a mixture of experts (see `learner.models.moe`), ignored by others.
+            inputs["routed_experts"] = self.routed_experts_1NMK
         return inputs
 
     def split(self, context: ContextParallel | None) -> "MicroBatch":
@@ -124,6 +133,7 @@ class MicroBatch(Movable):
         length = (tokens + padding) // context.size
         own = slice(context.rank * length, (context.rank + 1) * length)
         more_1P = torch.arange(padding, device=self.position_ids_1N.device)[None]
+        given = self.routed_experts_1NMK
         limits = torch.tensor([own.start, own.stop], device=self.action_positions_A.device)
         first, last = torch.searchsorted(self.action_positions_A, limits).tolist()
         return replace(
@@ -136,6 +146,7 @@ class MicroBatch(Movable):
             sequence_A=self.sequence_A[first:last],
             action_index_A=self.action_index_A[first:last],
             share=Share(context, first, self.actions),
+            routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
         )
 
     def of_whole(self, values_A: Tensor) -> Tensor:
@@ -229,8 +240,23 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         sequence_A=torch.from_numpy(sequence),
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
+        routed_experts_1NMK=_routed_experts(sequences),
         **_image_inputs(sequences),
     )
+
+
+def _routed_experts(sequences: Sequence[TokenSequence]) -> Tensor | None:
+    """Experts of all input tokens; None if all are the router's choice."""
+    given = next((each.routed_experts for each in sequences if each.routed_experts is not None), None)
+    if given is None:
+        return None
+    parts = [
+        np.full((len(each.token_ids) - 1, *given.shape[1:]), -1, dtype=given.dtype)
+        if each.routed_experts is None
+        else each.routed_experts
+        for each in sequences
+    ]
+    return torch.from_numpy(np.concatenate(parts))[None]
 
 
 def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Any]:

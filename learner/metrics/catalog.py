@@ -105,6 +105,17 @@ STEP: Final = (
     _metric(
         "throttle/max_staleness throttle/lr_scale", "versions, 0–1", "state of the throttle; with `learner.throttle`"
     ),
+    _metric(
+        "experts/load_max",
+        "≥ 1",
+        "tokens of a layer's busiest expert over the mean of its experts, mean over the layers; 1: balanced; of a mixture of experts",
+    ),
+    _metric("experts/idle", "0–1", "share of experts without a token in the step, mean over the layers"),
+    _metric(
+        "experts/replayed experts/changed",
+        "0–1",
+        "share of input tokens with the engine's experts, and share of those, by token and layer, for which the learner's router would choose others; with `learner.router_replay`",
+    ),
     _metric("grad_norm", "", "global gradient norm before clipping, of the last update"),
     _metric("skipped_updates", "updates", "updates skipped for a non-finite gradient, since the learner's start"),
     _metric("lr", "", "learning rate"),

@@ -19,6 +19,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.layers import Checkpointing, checkpoint_activations, compile_layers
 from slipstream.learner.models.lora import add_adapters, init_adapters
+from slipstream.learner.models.moe import prepare_experts, routers
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.recurrent import separate_sequences
 from slipstream.learner.models.scoring import score_share
@@ -49,6 +50,8 @@ class ModelOptions:
     offload: bool = False
     """Weights, gradients and optimizer in the host's memory."""
     compile: bool = False
+    router_replay: bool = False
+    """In a mixture of experts, choose the experts that the engine chose."""
 
 
 def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
@@ -96,7 +99,14 @@ def load_and_check(
     decoder = decoder_of(loader.model)
     equalise(trained, world)
     parallelise(loader.model, world)
-    shard(trained, decoder.layers, dtype=options.dtype, world=world, offload=options.offload)
+    shard(
+        trained,
+        decoder.layers,
+        in_fp32=routers(trained),
+        dtype=options.dtype,
+        world=world,
+        offload=options.offload,
+    )
     allocate(trained, torch.device("cpu") if options.offload else world.device)
 
     def load() -> None:
@@ -146,6 +156,7 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
         loader = WeightLoader(model, path, WeightFiles(path))
     decoder = decoder_of(model)
     separate_sequences(decoder)
+    prepare_experts(model, decoder.layers, replays=options.router_replay)
     checkpoint_activations(model, decoder.layers, options.activation_checkpointing)
     if options.compile:
         compile_layers(decoder.layers)

@@ -15,7 +15,13 @@ from slipstream.learner.parallel.plans import split_experts
 
 
 def shard(
-    model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World, offload: bool = False
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    *,
+    in_fp32: Iterable[nn.Module] = (),
+    dtype: torch.dtype,
+    world: World,
+    offload: bool = False,
 ) -> None:
     """Shards a model over the ranks in place, layer by layer; its parameters may be without data (device "meta").
 
@@ -24,6 +30,7 @@ def shard(
 
     Args:
         layers: parts of the model that are gathered one after the other.
+        in_fp32: parts of these layers that compute in fp32 whatever the dtype, and so do their outputs.
         dtype: of computations and outputs; gradients are reduced in fp32.
         offload: keep shards, their gradients and what the optimizer has of them in the host's memory.
     """
@@ -32,6 +39,9 @@ def shard(
     mesh = _shard_mesh(world)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
+    exact = MixedPrecisionPolicy(torch.float32, torch.float32)
+    for part in in_fp32:
+        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=place)
     for layer in layers:
         for experts in split_experts(layer):
             _shard_experts(experts, precision, place, world)

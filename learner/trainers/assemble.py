@@ -165,6 +165,7 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
     torch.manual_seed(config.run.seed)
     options = model_options(config.model, config.learner)
     model = load_model(path, options, world)
+    live = replace(options, router_replay=False)  # reference and critic are models of their own
     return Trainer(
         learner=config.learner,
         sampling=config.rollout.sampling,
@@ -175,8 +176,8 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
         world=world,
         model=model,
         optimizer=build_optimizer(model, config.learner.optimizer),
-        reference=_load_reference(config.learner.kl, model, path, options, world),
-        critic=load_critic(config.learner.critic, path, options, world),
+        reference=_load_reference(config.learner.kl, model, path, live, world),
+        critic=load_critic(config.learner.critic, path, live, world),
         kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
 
@@ -191,6 +192,7 @@ def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
         lora=model.lora,
         offload=learner.offload,
         compile=learner.compile,
+        router_replay=learner.router_replay,
     )
 
 

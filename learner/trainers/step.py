@@ -23,6 +23,7 @@ from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.models.moe import expert_figures
 from slipstream.learner.models.optim import DivergedError, descend, learning_rate, set_learning_rate
 from slipstream.learner.models.scoring import Entropy, score_actions
 from slipstream.learner.parallel.mesh import World
@@ -115,7 +116,7 @@ class Trainer:
             skipped = self.skipped_updates - skipped_before
             log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
             self._require_updates()
-        figures = sums.means(self.world.sum(sums.vector()))
+        figures = sums.means(self.world.sum(sums.vector())) | expert_figures(self.model, self.world)
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
             self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))

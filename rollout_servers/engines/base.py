@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
 from transformers import PreTrainedConfig
 
-from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.models import placeholder_tokens, takes_images
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
@@ -43,6 +44,7 @@ class EngineSettings:
         seed: of sampling.
         run: the run's name.
         logs: folder for the output of an engine's server.
+        return_experts: return the experts that were chosen for each token.
     """
 
     model: Path
@@ -54,6 +56,7 @@ class EngineSettings:
     engine: EngineConfig
     weights: WeightsConfig
     generation: Generation
+    return_experts: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Self:
@@ -76,6 +79,7 @@ class EngineSettings:
             engine=config.rollout.engine,
             weights=config.weights,
             generation=generation,
+            return_experts=config.learner.router_replay,
         )
 
 
@@ -133,16 +137,49 @@ class Completion:
         logprobs: log-prob of each under the distribution that it was sampled from, shape [T].
         spans: policy version of the tokens; together the spans cover [0, T).
         finish_reason: `stop`, `length`, or `abort` if it was cut short; then T may be 0.
+        routed_experts: of the prompt and of the answer but its last token, if the engine returns them.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[VersionSpan]
     finish_reason: str
+    routed_experts: RoutedExperts | None = None
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
 """An answer without a token."""
+
+
+@dataclass(frozen=True)
+class ExpertReader:
+    """Reads the experts that an engine returns with its answers.
+
+    Attributes:
+        layers: numbers of the layers that have experts; engines return an entry for every layer.
+    """
+
+    layout: ExpertLayout
+    layers: Sequence[int]
+
+    @classmethod
+    def of(cls, layers: Sequence[int], per_token: int, experts: int) -> Self:
+        """The reader of a model. Raises: ConfigError when no layer has experts."""
+        if not layers:
+            raise ConfigError("learner.router_replay: the model has no experts; leave it out")
+        return cls(ExpertLayout(layers=len(layers), per_token=per_token, experts=experts), layers)
+
+    def read(self, rows: Any, *, tokens: int) -> RoutedExperts | None:
+        """The experts of an answer, None if the engine has not returned those of all input tokens.
+
+        Args:
+            rows: array of shape [tokens - 1, all layers, per_token], or None.
+            tokens: of prompt and answer.
+        """
+        if rows is None or len(rows) != tokens - 1:
+            return None
+        ids = np.ascontiguousarray(rows[:, self.layers], dtype=self.layout.dtype)
+        return RoutedExperts(layout=self.layout, ids=ids.tobytes())
 
 
 class EngineError(SlipstreamError):

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Engine, EngineSettings, refuse_images
 from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
+
+log = get_log("rollout.engine")
 
 _ENGINES = "slipstream.rollout_servers.engines."
 CLASSES = {
@@ -30,9 +33,11 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     name: str = settings.engine.name
     if name == "vllm":
         name = f"vllm/{settings.engine.core}"
-        prepare_environment(gpu=has_gpu())
+        prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
     else:
         refuse_images(name, model)
+    if name == "hf" and settings.return_experts:
+        log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
     if settings.weights.transport == "nccl" and settings.engine.nccl is None:
         raise ConfigError(
             f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {name}; "

@@ -340,6 +340,7 @@ def stitch(begun: Completion, rest: Completion) -> Completion:
         logprobs=[*begun.logprobs, *rest.logprobs],
         spans=spans,
         finish_reason=rest.finish_reason,
+        routed_experts=rest.routed_experts,  # the prompt of the continuation is all that came before
     )
 
 

@@ -133,6 +133,7 @@ class Transcript:
                 for span in completion.spans
             ]
         return m.Trajectory(
+            routed_experts=self._routed_experts(),
             token_ids=np.array(self.token_ids, dtype=m.TOKEN_DTYPE).tobytes(),
             action_mask=mask.tobytes(),
             behaviour_logprobs=logprobs.tobytes(),
@@ -144,6 +145,27 @@ class Transcript:
             rewards=list(turn_rewards),
             images=[image_id(image.encoded) for image in self.images],
         )
+
+    def _routed_experts(self) -> m.RoutedExperts | None:
+        """Experts of the input tokens, each as of the first request that had it: its answer was sampled with them.
+
+        None without those of the last answer.
+        """
+        ids, covered, layout = b"", 0, None
+        for start, completion in self.actions:
+            if not completion.token_ids:
+                continue
+            routed, end = completion.routed_experts, start + len(completion.token_ids) - 1
+            if routed is None:
+                ids = b""
+                continue
+            if not ids or routed.tokens < end - covered:  # a gap: only what follows it can be sent
+                ids, covered = b"", end - routed.tokens
+            layout = routed.layout
+            ids += routed.ids[len(routed.ids) - (end - covered) * layout.token_bytes :]
+            covered = end
+        is_complete = covered == len(self.token_ids) - 1
+        return m.RoutedExperts(layout=layout, ids=ids) if layout is not None and ids and is_complete else None
 
 
 def image_id(encoded: bytes) -> str:

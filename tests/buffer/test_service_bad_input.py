@@ -92,10 +92,12 @@ async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     assert (counts.ready, counts.reasons, counts.dropped_frames) == (2, {"filtered:malformed": 1}, 5)
 
 
+LAYOUT = m.ExpertLayout(layers=1, per_token=2, experts=4)
 POISON: dict[str, dict[str, Any]] = {
     "token_out_of_vocabulary": {"token_ids": np.array([1, 2, 32, 4], dtype=m.TOKEN_DTYPE).tobytes()},
     "invalid_logprob": {"behaviour_logprobs": np.array([0, 0, 0.5, -1], dtype=m.LOGPROB_DTYPE).tobytes()},
     "uncovered_action": {"spans": [m.VersionSpan(version=0, start=2, end=3)]},
+    "invalid_experts": {"routed_experts": m.RoutedExperts(layout=LAYOUT, ids=bytes([3, 0, 4, 1]))},
     "future_version": {"spans": [m.VersionSpan(version=8, start=2, end=4)]},
 }
 """What would end the learner, by the reason code of its refusal."""

@@ -37,10 +37,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def write_experts(folder: Path, kind: str) -> None:
-    """Writes one of `MODELS`."""
+def write_experts(folder: Path, kind: str, **sizes: int) -> None:
+    """Writes one of `MODELS`, with other sizes than the usual ones where some are given."""
     config, model = MODELS[kind]
-    made = model(config(**_SIZES))
+    made = model(config(**(_SIZES | sizes)))
     change(made, seed=0)
     logging.disable_progress_bar()
     made.save_pretrained(folder)

@@ -7,6 +7,7 @@ from slipstream.tools.cli import dispatch
 PARTS = {
     "buffer": ("slipstream.tools.bench.buffer:command", "throughput, latency and memory of the buffer"),
     "demo": ("slipstream.tools.bench.demo:command", "time and CPU time of the demo, in turns with TRL"),
+    "experts": ("slipstream.tools.bench.experts:command", "mismatch of engine and learner with router replay"),
     "fleet": ("slipstream.tools.bench.fleet:command", "sharing of work among many rollout servers"),
     "fit": ("slipstream.tools.bench.fit:command", "measured peaks of memory beside those of `slipstream fit`"),
     "length": ("slipstream.tools.bench.length:command", "a learner's step by length of answers and number of ranks"),

@@ -137,6 +137,8 @@ def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *
         }
         if not gpu:
             arguments["lora_backend"] = "torch_native"
+    if settings.return_experts:
+        arguments["enable_return_routed_experts"] = True
     if engine.kv_cache_bytes is not None or not gpu:
         cache_bytes = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
         arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, settings.dtype)

@@ -20,6 +20,7 @@ from slipstream.rollout_servers.engines.base import (
     DirectTransport,
     EngineError,
     EngineSettings,
+    ExpertReader,
     Pressure,
     PromptLimits,
     Request,
@@ -42,6 +43,7 @@ from slipstream.rollout_servers.engines.sglang.transfer import (
     Pause,
     SglangTransfer,
     Tensors,
+    expert_reader,
     uses_nccl,
     weights_folder,
 )
@@ -72,6 +74,7 @@ class SglangEngine(BaseEngine):
         self._tensors = tensors
         self._numbers = itertools.count()
         self._preemptions = 0
+        self._experts: ExpertReader | None = None
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -88,10 +91,12 @@ class SglangEngine(BaseEngine):
         check_positions(context, text, settings.model)  # SGLang crashes on the first answer that is too long
         gpu = torch.cuda.is_available()
         nccl = uses_nccl(settings, gpu=gpu)
+        experts = expert_reader(architecture) if settings.return_experts else None
         command = start_command(settings, text, python=python, gpu=gpu)
         tensors = Tensors.of(architecture)
         server = await ServerProcess.start(command, deadline_s=settings.engine.start_deadline_s)
         engine = cls(server, settings, PromptLimits(vocabulary=text.vocab_size, context=context), tensors)
+        engine._experts = experts
         try:
             info = server_info(await engine._calls.get(INFO))
             engine._check_room(info)
@@ -121,11 +126,11 @@ class SglangEngine(BaseEngine):
 
     async def _continue(self, request: Request, begun: Sequence[Completion]) -> list[Completion]:
         """Continues unfinished answers to a request, with the present weights."""
-        version, stops = self.version, self.generation.stop_token_ids
+        version = self.version
         of_all, adapter = (version, requests.adapter_name(version)) if self._adapts else (None, None)
         answers = [self._limited(request, answer) for answer in begun]
         drafts = {
-            requests.request_id(next(self._numbers)): (number, Draft(stops, version=of_all))
+            requests.request_id(next(self._numbers)): (number, self._draft(request, answer, version=of_all))
             for number, answer in enumerate(answers)
             if answer.finish_reason == "abort"
         }
@@ -145,6 +150,7 @@ class SglangEngine(BaseEngine):
                 context=self._limits.context,
                 begun=len(answers[number].token_ids),
                 adapter=adapter,
+                return_experts=self._experts is not None,
             )
             for name, (number, _) in drafts.items()
         ]
@@ -166,6 +172,15 @@ class SglangEngine(BaseEngine):
             self._pause.in_flight.discard(in_flight)
             in_flight.ended.set()
             self._preemptions += sum(draft.preemptions for _, draft in drafts.values())
+
+    def _draft(self, request: Request, begun: Completion, *, version: int | None) -> Draft:
+        """The continuation of an answer; `version`: of all its tokens, None: SGLang's version spans."""
+        return Draft(
+            self.generation.stop_token_ids,
+            version=version,
+            experts=self._experts,
+            prompt_tokens=len(request.prompt_ids) + len(begun.token_ids),
+        )
 
     def _limited(self, request: Request, begun: Completion) -> Completion:
         """An answer, finished where its limit left no room for another token."""

@@ -1,13 +1,15 @@
 """Requests and answers of SGLang's native API."""
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.buffer.wire.messages import RoutedExperts, VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, TensorInfo
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Request
+from slipstream.rollout_servers.engines.base import Completion, EngineError, ExpertReader, Generation, Request
 from slipstream.rollout_servers.engines.sglang.server import failure
 
 PIECE_TOKENS = 8
@@ -56,7 +58,14 @@ def unload_adapter_request(version: int) -> dict[str, Any]:
 
 
 def generate_request(
-    name: str, request: Request, generation: Generation, *, context: int, begun: int = 0, adapter: str | None = None
+    name: str,
+    request: Request,
+    generation: Generation,
+    *,
+    context: int,
+    begun: int = 0,
+    adapter: str | None = None,
+    return_experts: bool = False,
 ) -> dict[str, Any]:
     """Requests a stream of one answer, at most to the end of the context: SGLang refuses more.
 
@@ -78,6 +87,7 @@ def generate_request(
         "return_logprob": True,
         "stream": True,
         **_with_adapter(adapter),
+        **({"return_routed_experts": True} if return_experts else {}),
     }
 
 
@@ -182,6 +192,8 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     """Of the whole answer; in its last event."""
     num_retractions: int = 0
+    routed_experts: str | None = None
+    """Of prompt and answer, in base64; in the last event."""
 
 
 class _Event(msgspec.Struct):
@@ -212,13 +224,23 @@ _events = msgspec.json.Decoder(_Event)
 class Draft:
     """An answer while its stream arrives."""
 
-    def __init__(self, stop_token_ids: Sequence[int] = (), *, version: int | None = None) -> None:
+    def __init__(
+        self,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        version: int | None = None,
+        experts: ExpertReader | None = None,
+        prompt_tokens: int = 0,
+    ) -> None:
         """Args:
         stop_token_ids: those that end it.
         version: of all its tokens; None: SGLang's version spans.
+        experts: reads those of prompt and answer; None: they are not returned.
         """
         self._stop_token_ids = stop_token_ids
         self._version = version
+        self._experts = experts
+        self._prompt_tokens = prompt_tokens
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._end: _Meta | None = None
@@ -251,7 +273,25 @@ class Draft:
         # SGLang reports an answer that is aborted in its last step as aborted.
         stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
         reason = "stop" if stopped else self._end.finish_reason.type
-        return Completion(token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason=reason)
+        return Completion(
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            spans=spans,
+            finish_reason=reason,
+            routed_experts=self._routed_experts(self._end.routed_experts),
+        )
+
+    def _routed_experts(self, encoded: str | None) -> RoutedExperts | None:
+        """Raises: EngineError when what the server returned has the wrong size."""
+        if self._experts is None or encoded is None:
+            return None
+        tokens = self._prompt_tokens + len(self._token_ids)
+        try:
+            ids = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+            rows = ids.reshape(tokens - 1, -1, self._experts.layout.per_token)
+            return self._experts.read(rows, tokens=tokens)
+        except (ValueError, IndexError) as error:
+            raise EngineError(f"SGLang's server returned unknown experts of {tokens} tokens: {error}") from error
 
     def unfinished(self, version: int) -> Completion:
         """The answer so far, whose tokens count as those of one version."""

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
+from slipstream.configs.models import router_sizes
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import (
     Completion,
     DirectSource,
     EngineError,
     EngineSettings,
+    ExpertReader,
     RequestRefused,
     UpdateFailed,
 )
@@ -106,6 +108,21 @@ class Tensors:
         }.items():
             if names:
                 raise UpdateFailed(f"version {manifest.version}: {problem} {', '.join(sorted(names))}")
+
+
+def expert_reader(config: PretrainedConfig) -> ExpertReader:
+    """Reads the experts of SGLang's answers. Raises: ConfigError when the model has none."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    layers = model.get_decoder().layers
+    sizes = {
+        number: found
+        for number, layer in enumerate(layers)
+        for module in layer.modules()
+        if (found := router_sizes(module)) is not None
+    }
+    experts, per_token = next(iter(sizes.values()), (0, 0))
+    return ExpertReader.of(list(sizes), per_token, experts)
 
 
 @asynccontextmanager

@@ -53,9 +53,11 @@ def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     return gpu and settings.lora is None and settings.weights.transport in ("auto", "nccl")
 
 
-def prepare_environment(*, gpu: bool) -> None:
+def prepare_environment(*, gpu: bool, return_experts: bool = False) -> None:
     """Sets vLLM's environment variables where the user has not."""
-    for name, value in {**_EVERYWHERE, **(_ON_A_GPU if gpu else _ON_A_CPU)}.items():
+    # Only this runner returns experts, and vLLM does not choose it for all models.
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if gpu and return_experts else {}
+    for name, value in {**_EVERYWHERE, **(_ON_A_GPU if gpu else _ON_A_CPU), **runner}.items():
         os.environ.setdefault(name, value)
 
 
@@ -89,14 +91,17 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
     if not gpu:
         arguments["enforce_eager"] = True
         arguments["async_scheduling"] = False
-        if engine.max_model_len <= CPU_BLOCK_TOKENS:
+        if engine.max_model_len <= CPU_BLOCK_TOKENS and not settings.return_experts:
             # Only full blocks are shared, so nothing ever is; the search for them costs a tenth of a step.
             arguments["enable_prefix_caching"] = False
     return relied_on | arguments | engine.options
 
 
 def _relied_on(settings: EngineSettings) -> dict[str, Any]:
-    """Arguments without which answers, log-probs or versions would be silently wrong."""
+    """Arguments without which answers, log-probs or versions would be silently wrong.
+
+    Raises: ConfigError when `learner.router_replay` and another key exclude each other.
+    """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
         "seed": settings.seed,
@@ -122,4 +127,11 @@ def _relied_on(settings: EngineSettings) -> dict[str, Any]:
         # Blocks computed under old weights would be shared with requests under new ones. Otherwise each update drops
         # them, and sharing computes a group's prompt once.
         arguments["enable_prefix_caching"] = False
+    if settings.return_experts:
+        if settings.weights.keep_stale_kv:
+            raise ConfigError(
+                "learner.router_replay: vLLM returns experts only with prefix caching, which "
+                "weights.keep_stale_kv=true turns off; set one of them to false"
+            )
+        arguments |= {"enable_prefix_caching": True, "enable_return_routed_experts": True}
     return arguments

@@ -15,6 +15,7 @@ from slipstream.rollout_servers.engines.base import (
     BaseEngine,
     Completion,
     EngineError,
+    ExpertReader,
     Generation,
     PromptImage,
     Request,
@@ -28,7 +29,13 @@ SCORE_PRIORITY = -1
 
 
 class VllmEngine(BaseEngine):
-    """vLLM; weights have no checksums, because it fuses and prepacks tensors."""
+    """vLLM; weights have no checksums, because it fuses and prepacks tensors.
+
+    Attributes:
+        experts: reads the experts in its answers; None if it returns none.
+    """
+
+    experts: ExpertReader | None = None
 
     async def generate(self, request: Request) -> list[Completion]:
         params = sampling_params(self.generation, request)
@@ -39,7 +46,7 @@ class VllmEngine(BaseEngine):
                 f"{len(request.prompt_ids)}: their image processors differ; leave "
                 "rollout.engine.options.mm_processor_kwargs out"
             )
-        return completions(output)
+        return completions(output, self.experts)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORE_PRIORITY))
@@ -103,9 +110,9 @@ def scoring_params() -> SamplingParams:
     )
 
 
-def completions(output: RequestOutput) -> list[Completion]:
+def completions(output: RequestOutput, experts: ExpertReader | None = None) -> list[Completion]:
     """The answers of a finished request. Raises: EngineError when log-probs or version spans are missing."""
-    return [_completion(answer) for answer in output.outputs]
+    return [_completion(answer, experts, len(output.prompt_token_ids or ())) for answer in output.outputs]
 
 
 def unfinished(output: RequestOutput | None, *, version: int) -> list[Completion] | None:
@@ -129,15 +136,18 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
     return list(flat.logprobs)
 
 
-def _completion(answer: CompletionOutput) -> Completion:
+def _completion(answer: CompletionOutput, experts: ExpertReader | None, prompt_tokens: int) -> Completion:
     logprobs: Any = answer.logprobs
     if logprobs is None or answer.weight_versions is None:
         raise EngineError("vLLM returned an answer without log-probs or without weight versions")
-    reason = answer.finish_reason
+    reason, routed = answer.finish_reason, None
+    if experts is not None:
+        routed = experts.read(answer.routed_experts, tokens=prompt_tokens + len(answer.token_ids))
     return Completion(
         token_ids=answer.token_ids,
         logprobs=logprobs.logprobs,
         spans=[VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in answer.weight_versions],
         # `error` concerns this request alone, for example a KV cache that could not be loaded.
         finish_reason="abort" if reason is None or reason == "error" else reason,
+        routed_experts=routed,
     )

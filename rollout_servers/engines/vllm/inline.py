@@ -23,6 +23,7 @@ from slipstream.rollout_servers.engines.base import (
     Completion,
     EngineError,
     EngineSettings,
+    ExpertReader,
     Pressure,
     PromptImage,
     RequestRefused,
@@ -32,6 +33,7 @@ from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.experts import reader_of
 
 
 class SteppedEngine:
@@ -41,13 +43,14 @@ class SteppedEngine:
         llm: vLLM's own engine.
         version: the policy version of new tokens.
         vocabulary: number of token ids.
+        experts: reads the experts in its outputs; None if it returns none.
     """
 
     _closed_before = False
     """True if an engine of this process was closed."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Loads the model. Raises: what vLLM raises."""
+    def __init__(self, arguments: dict[str, Any], *, return_experts: bool) -> None:
+        """Loads the model. Raises: what vLLM raises; ConfigError when experts are wanted, and there are none."""
         # vLLM shares these between the engines of a process; a closed engine leaves them unusable.
         _ROPE_DICT.clear()
         if SteppedEngine._closed_before:
@@ -57,6 +60,10 @@ class SteppedEngine:
         self._adapter = adapter_request(self.llm.vllm_config)
         if self._adapter is not None:
             self.llm.collective_rpc("add_adapter")
+        self.experts: ExpertReader | None = None
+        if return_experts:
+            layers: list[list[int]] = self.llm.collective_rpc("return_experts")
+            self.experts = reader_of(self.llm.model_config, layers[0])
         self.vocabulary = self.llm.model_config.get_vocab_size()
         self._preemptions, self._updating = 0, False
         self._set_version(0)
@@ -196,6 +203,7 @@ class InlineEngine(VllmEngine):
         super().__init__(settings.generation, adapts=settings.lora is not None)
         self._arguments = engine_arguments(settings, gpu=has_gpu())
         self._keep_stale_kv = settings.weights.keep_stale_kv
+        self._return_experts = settings.return_experts
         if self._keep_stale_kv:
             # Otherwise vLLM computes the next tokens already, and stamps them with the version after theirs.
             self._arguments["async_scheduling"] = False
@@ -232,7 +240,8 @@ class InlineEngine(VllmEngine):
 
     @contextmanager
     def _loaded(self) -> Iterator[SteppedEngine]:
-        self._stepped = SteppedEngine(self._arguments)
+        self._stepped = SteppedEngine(self._arguments, return_experts=self._return_experts)
+        self.experts = self._stepped.experts
         try:
             yield self._stepped
         finally:

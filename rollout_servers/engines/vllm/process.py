@@ -41,6 +41,7 @@ from slipstream.rollout_servers.engines.vllm.arguments import (
 )
 from slipstream.rollout_servers.engines.vllm.core import Core, load
 from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.experts import reader_of
 
 DEADLINES = 2
 """Deadlines of a group that a call may take: the worker itself may wait for one for the last bucket."""
@@ -168,7 +169,10 @@ class ProcessEngine(VllmEngine):
             await engine._core.set_version(0)
             if engine._adapter is not None:
                 await engine._core.rpc("add_adapter")
-        except (EngineError, asyncio.CancelledError):
+            if settings.return_experts:
+                layers: list[list[int]] = await engine._core.rpc("return_experts")
+                engine.experts = reader_of(llm.model_config, layers[0])
+        except (EngineError, ConfigError, asyncio.CancelledError):
             await engine.close()
             raise
         return engine

@@ -31,6 +31,7 @@ from slipstream.buffer.wire.weights.layout import layout, named_tensors
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
+from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
 
 # At every update it warns of layers without a tensor: rotary embeddings, which have none, and a tied head, which gets
 # the embedding's. `check_complete` looks for parameters without a tensor.
@@ -124,6 +125,13 @@ class StagedWorker:
         layers.remove_adapter(adapter.id)
         layers.add_adapter(adapter)
         layers.activate_adapter(adapter.id)
+
+    def return_experts(self) -> list[int]:
+        """Begins to return the experts of each step, as vLLM does on a GPU. Returns the layers that have experts."""
+        layers = expert_layers(self.model_runner.get_model())
+        if layers and not torch.accelerator.is_available():
+            record_experts(self.model_runner, self.vllm_config)
+        return layers
 
     def load_staged(self) -> None:
         """Loads the staged tensors into the model, layer by layer: a failure leaves it with half a version.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from slipstream.buffer.handlers.ingest import (
@@ -20,7 +21,7 @@ from slipstream.buffer.handlers.ingest import (
 )
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
-from slipstream.buffer.wire.messages import EVAL, MAJORITY, TRAIN, Group, VersionSpan
+from slipstream.buffer.wire.messages import EVAL, MAJORITY, TRAIN, ExpertLayout, Group, RoutedExperts, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
@@ -124,6 +125,36 @@ def test_impossible_logprob_is_refused(value: float) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-6, -100.0])
 def test_possible_logprob_is_accepted(value: float) -> None:
     check_group("1", encode(with_logprob(value)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "extra", "largest", "experts", "valid"),
+    [
+        (3, 0, 7, 8, True),
+        (1, 0, 7, 8, True),  # only of the last
+        (0, 0, 0, 8, True),
+        (3, 0, 300, 301, True),
+        (4, 0, 7, 8, False),  # the last token is no input
+        (3, 1, 7, 8, False),
+        (3, 0, 8, 8, False),
+        (3, 0, 301, 301, False),
+    ],
+)
+def test_experts_must_fit_tokens_and_layout(tokens: int, extra: int, largest: int, experts: int, valid: bool) -> None:
+    layout = ExpertLayout(layers=2, per_token=2, experts=experts)
+    ids = np.zeros((tokens, 2, 2), dtype=layout.dtype)
+    ids[..., -1] = largest
+    routed = RoutedExperts(layout=layout, ids=ids.tobytes() + bytes(extra))
+    first, last = train_group("1").trajectories
+    group = msgspec.structs.replace(
+        train_group("1"), trajectories=[first, msgspec.structs.replace(last, routed_experts=routed)]
+    )
+    if valid:
+        check_group("1", encode(group))
+        return
+    with pytest.raises(InvalidGroupError) as refused:
+        check_group("1", encode(group))
+    assert refused.value.reason == "invalid_experts"
 
 
 def spanning(*spans: tuple[int, int], mask: bytes) -> Group:

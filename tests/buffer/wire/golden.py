@@ -29,6 +29,9 @@ _TRAJECTORY = m.Trajectory(
     episode=1,
     rewards=[m.RewardSpan(end=2, value=0.25), m.RewardSpan(end=3, value=0.25)],
     images=["8a"],
+    routed_experts=m.RoutedExperts(
+        layout=m.ExpertLayout(layers=1, per_token=2, experts=4), ids=bytes.fromhex("00030201")
+    ),
 )
 _COUNTS = m.LedgerCounts(
     issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, skipped_tasks=6,

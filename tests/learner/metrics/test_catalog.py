@@ -18,7 +18,8 @@ from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.publication import SyncFigures
-from tests.learner.recorded import run_config, step_groups
+from tests.learner.experts import record_with_experts, write_experts
+from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
 from tests.learner.trainers.loops import learner_that_continues, third_step
 
 STEPS = 4
@@ -29,6 +30,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
     "throttle": {"max_kl": 1.0},
+    "router_replay": True,
 }
 
 
@@ -86,11 +88,13 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(
-    digits_model: Path, groups: Path, world: World, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Kind, set[str]]:
-    """Keys of a run's records and of its summary, by kind."""
-    base = run_config(digits_model, tmp_path_factory.mktemp("run"), steps=STEPS, **ALL_OPTIONS)
+def found(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, set[str]]:
+    """Keys of the records of a mixture of experts and of its summary, by kind."""
+    base_folder = tmp_path_factory.mktemp("run")
+    write_experts(base_folder / "model")
+    base = run_config(base_folder / "model", base_folder, steps=STEPS, **ALL_OPTIONS)
+    groups = base_folder / "groups"
+    record_with_experts(groups, RECORDED_STEPS, base)
     config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8})})
     folder = run_folder(config, world, groups)
     by_kind: dict[Any, set[str]] = {"summary": set(keys(json.loads((folder / "summary.json").read_text())))}

@@ -24,8 +24,17 @@ from slipstream.learner.models.lora import AdapterStateDict
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
+from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
-from tests.learner.trainers.two_ranks import OPTIMIZERS, STEPS, VARIANTS, variant_of
+from tests.learner.trainers.two_ranks import (
+    OPTIMIZERS,
+    REPLAY,
+    STEPS,
+    VARIANTS,
+    variant_of,
+    with_learner,
+    with_model,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,6 +61,8 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     record(folder / "groups", RECORDED_STEPS, config)
     described = shutil.copytree(digits_model, folder / "changed") / "config.json"
     described.write_text(f"{described.read_text()}\n")
+    write_experts(folder / "experts")
+    record_with_experts(folder / "groups-with-experts", 2, config)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     command += [str(free_port()), "--module", "tests.learner.trainers.two_ranks", str(folder)]
@@ -98,6 +109,19 @@ def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, wo
         loose = {name: mine[name] for name in mine if name == "tokens" or name.endswith("clip_fraction")}
         assert theirs | loose == pytest.approx(mine, abs=1e-4, rel=1e-3)
         assert theirs == pytest.approx(theirs | loose, abs=2e-2, rel=1e-2)
+
+
+def test_replayed_experts_are_independent_of_ranks(two_ranks: TwoRanks, world: World) -> None:
+    config = with_model(with_learner(two_ranks.config, REPLAY), two_ranks.folder / "experts")
+    alone = train(build_trainer(config, world), two_ranks.folder / "groups-with-experts", range(2))
+    together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))["experts"]
+    for mine, theirs in zip(alone, together, strict=True):
+        assert mine["experts/changed"] > 0.3
+        for name in ("loss", "grad_norm", "kl_k3", "entropy"):
+            assert theirs[name] == pytest.approx(mine[name], abs=1e-5, rel=1e-4), name
+        for name in mine:
+            if name.startswith("experts/"):  # a rank without work sends a token of its own to experts
+                assert theirs[name] == pytest.approx(mine[name], rel=0.05), name
 
 
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:

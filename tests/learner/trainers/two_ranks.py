@@ -64,6 +64,10 @@ OPTIMIZERS = ["muon", *(["adamw_8bit"] if find_spec("torchao") else [])]
 """Those that resume from a checkpoint of two ranks."""
 
 
+REPLAY = {"router_replay": True, "activation_checkpointing": "full"}
+"""Settings of `learner` for a mixture of experts."""
+
+
 def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The run with other settings of `learner`."""
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -242,6 +246,8 @@ def main(folder: Path) -> None:
     variants = {
         name: train(build_trainer(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS
     }
+    replay = with_model(with_learner(config, REPLAY), folder / "experts")
+    variants["experts"] = train(build_trainer(replay, world), folder / "groups-with-experts", range(2))
     if world.is_root:
         (folder / "variants.json").write_text(json.dumps(variants), encoding="utf-8")
     leave_world()

@@ -1,11 +1,22 @@
 """Requests to SGLang's server, and recorded answers of it."""
 
+import base64
 import json
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import EngineError, Generation, Request, RequestRefused
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    EngineError,
+    ExpertReader,
+    Generation,
+    Request,
+    RequestRefused,
+)
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
@@ -164,6 +175,44 @@ def test_request_has_temperature_and_length(
     sampling = body["sampling_params"]
     assert (sampling["temperature"], sampling["max_new_tokens"]) == (temperature, max_tokens)
     assert (body["input_ids"], sampling["stop_token_ids"]) == ([3, 5], [1])
+
+
+EXPERTS = ExpertReader.of([1, 2], per_token=2, experts=8)
+"""Of a model of three layers, of which the first has none."""
+
+
+def with_experts(ids: NDArray[Any] | None) -> Completion:
+    """A recorded answer of 10 tokens to a prompt of 4, whose last event has these experts."""
+    made = Draft(experts=EXPERTS, prompt_tokens=4)
+    for event in recorded("stream_stop")["events"]:
+        if event["meta_info"]["finish_reason"] is not None and ids is not None:
+            event["meta_info"]["routed_experts"] = base64.b64encode(ids.astype("<i4").tobytes()).decode()
+        made.take(json.dumps(event))
+    return made.completion()
+
+
+def test_experts_are_those_of_layers_that_have_them() -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (13, 3, 2))
+    routed = with_experts(ids).routed_experts
+    assert routed is not None
+    assert (routed.layout, routed.tokens) == (EXPERTS.layout, 13)
+    assert np.array_equal(np.frombuffer(routed.ids, "u1").reshape(13, 2, 2), ids[:, 1:])
+    assert with_experts(None).routed_experts is None
+
+
+@pytest.mark.parametrize("shape", [(13, 2, 2), (12, 3, 2), (13, 3, 1)])
+def test_experts_of_a_wrong_size_are_an_error(shape: tuple[int, ...]) -> None:
+    with pytest.raises(EngineError, match="experts"):
+        with_experts(np.zeros(shape))
+
+
+def test_experts_are_requested_where_they_are_wanted() -> None:
+    generation = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
+    plain, asked = (
+        generate_request("a", Request([3, 5], 1.0), generation, context=100, return_experts=wanted)
+        for wanted in (False, True)
+    )
+    assert asked == plain | {"return_routed_experts": True}
 
 
 def test_no_request_id_is_a_prefix_of_another() -> None:

@@ -1,0 +1,212 @@
+"""Mixtures of experts: routers in fp32, replay of the experts that an engine chose, load of the experts.
+
+# N packed input tokens, M layers with experts, E experts of a layer, K of them chosen for a token
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slipstream.configs.models import router_sizes
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.parallel.mesh import World
+
+log = get_log("learner.moe")
+
+COUNTS = 3
+"""Number of counts of a layer beside the loads: tokens, tokens with given experts, those whose router chose others."""
+
+ROUTED_EXPERTS = "routed_experts"
+"""Argument of a model's forward pass, shape [1, N, M, K]: experts to choose, -1 where the router chooses."""
+
+
+class Layout(NamedTuple):
+    """Sizes of a model's choices of experts: layers that have some, experts of a token and of a layer."""
+
+    layers: int
+    per_token: int
+    experts: int
+
+
+class Routing:
+    """The choice of experts in one layer.
+
+    Attributes:
+        experts, per_token: E and K.
+    """
+
+    def __init__(self, module: Any, *, replays: bool) -> None:
+        """`module`: a router of transformers; its forward pass is replaced. `replays`: use the engine's choices."""
+        self.experts, self.per_token = router_sizes(module) or (0, 0)
+        self._replays = replays
+        self._given_NK: Tensor | None = None
+        self._forward = module.forward
+        self._counts = torch.zeros(self.experts + COUNTS, dtype=torch.float64, device="cpu")
+        # An attribute of this module alone, which FSDP leaves as it is. Dynamo can't trace the mode in it.
+        module.forward = torch.compiler.disable(self._choose)
+        module.routing = self
+
+    def give(self, given_NK: Tensor | None) -> None:
+        """Sets the experts of the next forward pass, -1 where the router chooses; None: everywhere."""
+        self._given_NK = given_NK if self._replays else None
+
+    def take_counts(self) -> Tensor:
+        """Tokens of each expert and `COUNTS` since the last call, float64, shape [E + COUNTS]."""
+        counts, self._counts = self._counts, torch.zeros_like(self._counts)
+        return counts
+
+    def _choose(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        with _TopK(self) as chosen:
+            result = self._forward(hidden_states, *arguments, **named)
+        if chosen.times != 1:
+            raise ConfigError(
+                f"a {type(self._forward.__self__).__name__} can't be trained by this learner: it chooses its experts "
+                "otherwise than by one topk of their scores; choose another model"
+            )
+        return result
+
+    def replayed(self, scores_NE: Tensor, own_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, with gradient, and ids of the experts of each token; counts them.
+
+        Args:
+            own_NK: the router's choice.
+        """
+        chosen_NK, given_NK = own_NK, self._given_NK
+        if given_NK is not None:
+            given_NK = given_NK.to(own_NK)
+            if given_NK.shape != own_NK.shape:
+                raise ValueError(f"replayed experts of shape {given_NK.shape}, the router's {own_NK.shape}")
+            chosen_NK = torch.where(given_NK >= 0, given_NK, own_NK)
+        if torch.is_grad_enabled():
+            self._count(chosen_NK, own_NK, given_NK)
+        return scores_NE.gather(1, chosen_NK), chosen_NK
+
+    def _count(self, chosen_NK: Tensor, own_NK: Tensor, given_NK: Tensor | None) -> None:
+        self._counts = self._counts.to(chosen_NK.device)
+        ids = chosen_NK.flatten()
+        self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
+        self._counts[-COUNTS] += len(chosen_NK)
+        if given_NK is not None:
+            given_N = given_NK[:, 0] >= 0
+            agrees_N = (given_NK[:, :, None] == own_NK[:, None, :]).any(-1).all(-1)
+            self._counts[1 - COUNTS] += given_N.sum()
+            self._counts[2 - COUNTS] += (given_N & ~agrees_N).sum()
+
+
+class _TopK(TorchFunctionMode):
+    """Replaces the experts that a router finds by topk.
+
+    Attributes:
+        times: number of topk calls over all experts.
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self._routing = routing
+        self.times = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, routing = args[0], self._routing
+        # Some routers first choose groups of experts: these calls have other shapes.
+        if scores.shape[1:] != (routing.experts,) or result.indices.shape[1:] != (routing.per_token,):
+            return result
+        self.times += 1
+        return type(result)(routing.replayed(scores, result.indices))
+
+
+def routers(module: nn.Module) -> list[nn.Module]:
+    """The routers inside a module, in the order of the layers."""
+    return [each for each in module.modules() if router_sizes(each) is not None]
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """Sizes of a model's choices of experts; None if it has no experts."""
+    sizes = [found for module in model.modules() if (found := router_sizes(module)) is not None]
+    if not sizes:
+        return None
+    experts, per_token = sizes[0]
+    return Layout(layers=len(sizes), per_token=per_token, experts=experts)
+
+
+def prepare_experts(model: Any, layers: nn.ModuleList, *, replays: bool) -> None:
+    """Prepares a transformers model for training if it has experts; before it is sharded.
+
+    Args:
+        layers: of its decoder.
+        replays: use the experts in `ROUTED_EXPERTS`; otherwise they are ignored.
+
+    Raises: ConfigError when they should be used, but there are none.
+    """
+    layout = layout_of(layers)
+    if layout is None and replays:
+        raise ConfigError(f"learner.router_replay: a {type(model).__name__} has no experts; leave it out")
+    if layout is None:
+        return
+    number = 0
+    for layer in layers:
+        routings = [Routing(router, replays=replays) for router in routers(layer)]
+        layer.register_forward_pre_hook(_Give(routings, first=number), with_kwargs=True)
+        number += len(routings)
+    products = getattr(model.config, "_experts_implementation", None) or "eager"
+    (log.info if products == "grouped_mm" else log.warning)(
+        "mixture of experts",
+        layers=layout.layers,
+        experts=layout.experts,
+        per_token=layout.per_token,
+        matrix_products=products,
+        router="float32",
+        replay=replays,
+    )
+
+
+class _Give:
+    """Hook before the forward pass of a layer: takes the experts of its routers out of the arguments.
+
+    It also runs when activation checkpointing repeats the pass, with the same arguments.
+    """
+
+    def __init__(self, routings: Sequence[Routing], *, first: int) -> None:
+        self._routings = routings
+        self._first = first
+
+    def __call__(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given_1NMK = kwargs.pop(ROUTED_EXPERTS, None)
+        for number, routing in enumerate(self._routings, start=self._first):
+            routing.give(None if given_1NMK is None else given_1NMK[0, :, number])
+        return args, kwargs
+
+
+def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
+    """Metrics of the forward passes with gradient since the last call, on all ranks; empty without experts.
+
+    A collective. `experts/load_max` is the largest load of an expert over the mean of its layer, and `experts/idle` the
+    share of experts without a token, both averaged over the layers; `experts/replayed` is the share of tokens whose
+    experts were given, and `experts/changed` the share of those for which the router would have chosen others.
+    """
+    found = [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
+    if not found:
+        return {}
+    counts = [routing.take_counts() for routing in found]
+    sums = world.sum(torch.cat(counts).to(world.device)).split([len(each) for each in counts])
+    tokens, given, changed = torch.stack([each[-COUNTS:] for each in sums]).sum(0).tolist()
+    if not tokens:
+        return {}
+    loads = [each[:-COUNTS] for each in sums]
+    figures = {
+        "experts/load_max": _mean([(load.max() / load.mean()).item() for load in loads]),
+        "experts/idle": _mean([(load == 0).double().mean().item() for load in loads]),
+    }
+    if given:
+        figures |= {"experts/replayed": given / tokens, "experts/changed": changed / given}
+    return figures
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
