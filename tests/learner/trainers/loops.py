@@ -62,7 +62,7 @@ def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Lear
     publisher = create_autospec(WeightPublisher, instance=True)
     publisher.figures = SyncFigures()
     feed = create_autospec(Feed, instance=True)
-    feed.take.side_effect = NoGroupsError
+    feed.take.side_effect, feed.images = NoGroupsError, None
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=trainer.world.device)
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
