@@ -19,6 +19,8 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
     [
         (["model.path=/models/x"], "model.path=/models/x model.build=digits model.build=null"),
         (["model.build=null"], "model.path model.build:"),
+        (["model.lora={}", "weights.transport=nccl"], "model.lora weights.transport=nccl"),
+        (["model.lora={}", "model.train_vision_encoder=true"], "model.lora model.train_vision_encoder"),
         (["rewards=[]"], "rewards"),
         (["rewards=[{name: digit_match, weight: 0}, {name: exact_match, weight: 0}]"], "rewards: weight"),
         (["rewards=[{name: a}, {name: a}]"], "rewards a once"),

@@ -129,3 +129,10 @@ def test_layers_with_state_can_not_be_split() -> None:
     hybrid = Qwen3NextConfig(**DIMENSIONS, layer_types=["linear_attention", "full_attention"])
     with pytest.raises(ConfigError, match="linear_attention"):
         refuse(MeshSizes(cp=2), hybrid)
+
+
+def test_adapters_have_no_plan() -> None:
+    for sizes in (MeshSizes(dp_shard=2, cp=2), MeshSizes(dp_replicate=2)):
+        refuse(sizes, Qwen3Config(**DIMENSIONS), adapters=True)
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        refuse(MeshSizes(tp=2), Qwen3Config(**DIMENSIONS), adapters=True)

@@ -7,13 +7,15 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineSettings
-from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment
+from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment, uses_nccl
 
 
-def settings(options: dict[str, object], *, stale: bool = False, context: int = 4096) -> EngineSettings:
+def settings(
+    options: dict[str, object], *, stale: bool = False, context: int = 4096, rank: int | None = None
+) -> EngineSettings:
     config = RunConfig.model_validate(
         {
-            "model": {"build": "digits"},
+            "model": {"build": "digits", "lora": None if rank is None else {"rank": rank}},
             "rollout": {"engine": {"options": options, "max_model_len": context}, "sampling": {"max_tokens": 8}},
             "weights": {"keep_stale_kv": stale},
         }
@@ -50,6 +52,18 @@ def test_context_within_a_block_disables_prefix_caching(
 ) -> None:
     found = engine_arguments(settings(options, context=context), gpu=False)
     assert found.get("enable_prefix_caching") is enabled
+
+
+@pytest.mark.parametrize(("rank", "most"), [(1, 1), (4, 8), (16, 16), (33, 64), (512, 512)])
+def test_adapter_has_a_rank_that_vllm_takes(rank: int, most: int) -> None:
+    found = engine_arguments(settings({}, rank=rank), gpu=False)
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, most)
+    assert "enable_lora" not in engine_arguments(settings({}), gpu=False)
+
+
+def test_adapters_go_by_host_memory() -> None:
+    assert uses_nccl(settings({}), gpu=True)
+    assert not uses_nccl(settings({}, rank=4), gpu=True)
 
 
 @pytest.mark.parametrize(
