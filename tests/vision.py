@@ -4,11 +4,19 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from slipstream.configs.tiny_models import VISION, build_model
+from slipstream.env.builtin.colours import Colours
+from slipstream.learner.data.images import ImageReader
+from slipstream.learner.data.packing import TokenSequence, pack
+from slipstream.learner.models.load import ModelOptions, load_model
+from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.parallel.mesh import World
 
 VOCABULARY = len(VISION.tokens)
 PLACEHOLDERS = tuple(range(2, 6))
@@ -61,3 +69,28 @@ def _write_other(folder: Path, family: str) -> None:
     patch = _VISION[family]["patch_size"]
     sizes = {"patch_size": patch, "min_pixels": (2 * patch) ** 2, "max_pixels": 64 * (2 * patch) ** 2}
     file.write_text(json.dumps(fields | sizes | {"processor_class": processor}))
+
+
+def vision_sequences(folder: Path) -> list[TokenSequence]:
+    """With two images, none, one, and none; of three actions each."""
+    reader, made = ImageReader(folder), []
+    for number, images in enumerate((2, 0, 1, 0)):
+        task = Colours(images=max(1, images)).task("train", number)
+        tokens = np.array([10, *[3, *[IMAGE_TOKEN] * 4, 2] * images, *range(11, 15 + number), 30, 31, 32])
+        mask = np.arange(len(tokens)) >= len(tokens) - 3
+        made.append(TokenSequence(tokens, mask, reader.read(tokens, task.images[:images])))
+    return made
+
+
+def gradient_norms(folder: Path, world: World) -> dict[str, float]:
+    """Norm of the gradient of each parameter, encoder included; of two ranks, one has no image. A collective."""
+    options = ModelOptions(dtype=torch.float32, attention="segments", train_vision_encoder=True)
+    model = load_model(folder, options, world)
+    (batch,) = pack(vision_sequences(folder)[world.rank :: world.size], token_budget=1000)
+    torch.autograd.backward(score_actions(model, batch, temperature=1.0).logprobs_A.sum() * world.size)
+    norms = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradient = parameter.grad
+        norms[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).norm().item()
+    return norms

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from tests.vision import FAMILIES, IMAGE_TOKEN, PLACEHOLDERS, VOCABULARY, write_vision_model
+from tests.vision import FAMILIES, PLACEHOLDERS, VOCABULARY, vision_sequences, write_vision_model
 
 TOLERANCE = 1e-5
 
@@ -34,14 +33,7 @@ def load(folder: Path, world: World, *, train_encoder: bool = False) -> Any:
 
 @pytest.fixture(scope="module")
 def sequences(folder: Path) -> list[TokenSequence]:
-    """With two images, one, none, and one; of three actions each."""
-    reader, made = ImageReader(folder), []
-    for number, images in enumerate((2, 1, 0, 1)):
-        task = Colours(images=max(1, images)).task("train", number)
-        tokens = [10, *[3, *[IMAGE_TOKEN] * 4, 2] * images, *range(11, 15 + number), 30, 31, 32]
-        mask = np.arange(len(tokens)) >= len(tokens) - 3
-        made.append(TokenSequence(np.array(tokens), mask, reader.read(np.array(tokens), task.images[:images])))
-    return made
+    return vision_sequences(folder)
 
 
 def test_packed_is_unpacked_and_depends_on_the_picture(
@@ -60,17 +52,17 @@ def test_packed_is_unpacked_and_depends_on_the_picture(
             together_A = torch.cat([getattr(each, name) for each in expected])
             assert (getattr(packed, name) - together_A).abs().max() < TOLERANCE
         other = Colours().task("train", 7)
-        read = ImageReader(folder).read(sequences[1].token_ids, other.images)
-        (batch,) = pack([TokenSequence(sequences[1].token_ids, sequences[1].action_mask, read)], token_budget=1000)
+        read = ImageReader(folder).read(sequences[2].token_ids, other.images)
+        (batch,) = pack([TokenSequence(sequences[2].token_ids, sequences[2].action_mask, read)], token_budget=1000)
         changed = score_actions(model, batch, temperature=1.0).logprobs_A
-    assert (changed - alone[1].logprobs_A).abs().max() > 100 * TOLERANCE
+    assert (changed - alone[2].logprobs_A).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_placeholders_have_no_probability(
     folder: Path, world: World, sequences: list[TokenSequence], whole: bool
 ) -> None:
-    model, (batch,) = load(folder, world), pack([sequences[1]], token_budget=1000)
+    model, (batch,) = load(folder, world), pack([sequences[2]], token_budget=1000)
     actions = [replace(batch, actions_A=torch.full_like(batch.actions_A, token)) for token in range(VOCABULARY)]
     with torch.no_grad():
         logprobs = [score_actions(model, each, temperature=0.7, whole_vocabulary=whole).logprobs_A for each in actions]

@@ -35,6 +35,7 @@ from tests.learner.trainers.two_ranks import (
     with_learner,
     with_model,
 )
+from tests.vision import gradient_norms, write_vision_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,6 +60,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     folder = tmp_path_factory.mktemp("two_ranks")
     config = run_config(digits_model, folder)
     record(folder / "groups", RECORDED_STEPS, config)
+    write_vision_model(folder / "vision")
     described = shutil.copytree(digits_model, folder / "changed") / "config.json"
     described.write_text(f"{described.read_text()}\n")
     write_experts(folder / "experts")
@@ -122,6 +124,11 @@ def test_replayed_experts_are_independent_of_ranks(two_ranks: TwoRanks, world: W
         for name in mine:
             if name.startswith("experts/"):  # a rank without work sends a token of its own to experts
                 assert theirs[name] == pytest.approx(mine[name], rel=0.05), name
+
+
+def test_gradients_with_images_are_independent_of_ranks(two_ranks: TwoRanks, world: World) -> None:
+    alone = gradient_norms(two_ranks.folder / "vision", world)
+    assert two_ranks.results("vision") == [pytest.approx(alone, rel=1e-5, abs=1e-6)] * 2
 
 
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:

@@ -43,6 +43,7 @@ from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 from tests.learner.recorded import build_trainer, prober_of, recorded_step, train
+from tests.vision import gradient_norms
 
 STEPS = 3
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
@@ -242,6 +243,7 @@ def main(folder: Path) -> None:
     export_model(config.model.path, folder / "adapter", adapted.model, world, dtype=torch.float32, adapter=True)
     results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
     results["balanced"] = train(build_trainer(config, world), folder / "groups", range(STEPS), SequenceCost(even_at=8))
+    results["vision"] = gradient_norms(folder / "vision", world)
     (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     variants = {
         name: train(build_trainer(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS
