@@ -60,7 +60,9 @@ def write_vision_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
 def _write_other(folder: Path, family: str) -> None:
     """Writes a model of another family over the built one, whose tokenizer it keeps."""
     config, kind, processor = _KINDS[family]
-    head = {"head_dim": 32} if family == "qwen3_vl" else {}
+    head: dict[str, Any] = {}
+    if family == "qwen3_vl":
+        head = {"head_dim": 32, "rope_parameters": _TEXT["rope_parameters"] | {"mrope_interleaved": True}}
     torch.manual_seed(0)
     made = kind(config(text_config=_TEXT | head, vision_config=_VISION[family], tie_word_embeddings=True, **_TOKENS))
     made.save_pretrained(folder)
