@@ -22,7 +22,7 @@ VOCABULARY = len(VISION.tokens)
 PLACEHOLDERS = tuple(range(2, 6))
 """Start, end, image and video."""
 IMAGE_TOKEN = 4
-FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl")
 
 _TEXT: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
