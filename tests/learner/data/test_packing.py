@@ -1,8 +1,10 @@
 """Packing keeps every token and stays within its budget."""
 
+from dataclasses import replace
 from unittest.mock import create_autospec
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -144,3 +146,15 @@ def test_shares_hold_every_token_and_action_once(sequences: list[TokenSequence],
     segments = (*batch.segment_lengths, padding) if padding else batch.segment_lengths
     assert {share.segment_lengths for share in shares} == {segments}
     assert [share.boundaries()["context"] for share in shares] == contexts
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_experts_stay_with_their_tokens(ranks: int) -> None:
+    short, long = numbered(3, 9)
+    experts = np.arange(8, dtype=np.int16)[:, None, None]
+    (batch,) = pack([short, replace(long, routed_experts=experts)], token_budget=BUDGET)
+    contexts = [ContextParallel(rank, ranks, create_autospec(dist.ProcessGroup)) for rank in range(ranks)]
+    shares = [batch] if ranks == 1 else [batch.split(context) for context in contexts]
+    given = [share.model_inputs()["routed_experts"].flatten().tolist() for share in shares]
+    assert given == ([[*range(8), -1, -1]] if ranks == 1 else [[0, 1, 2, 3], [4, 5, 6, 7], [-1] * 4])
+    assert "routed_experts" not in pack([short, long], token_budget=BUDGET)[0].model_inputs()
