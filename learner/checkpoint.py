@@ -51,6 +51,8 @@ CHECKSUMS = "checksums.json"
 DAMAGED = ".damaged"
 """Suffix of the name of a damaged checkpoint. It stays until a checkpoint of its step, or of a later one, is saved."""
 WEIGHT_INDEX = "model.safetensors.index.json"
+EXPORTED_BYTES = 5 * 10**9
+"""Largest size of one of several files of exported weights."""
 INITIAL_WEIGHTS = (
     "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
 )  # fmt: skip
@@ -389,7 +391,9 @@ class ExportedFiles:
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         # Not the tensors themselves, which are parts of larger ones: those would be counted.
         sizes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
-        self._split = split_torch_state_dict_into_shards(sizes, filename_pattern=f"{name}{{suffix}}.safetensors")
+        self._split = split_torch_state_dict_into_shards(
+            sizes, filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=EXPORTED_BYTES
+        )
         self._begun: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

@@ -127,6 +127,21 @@ def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> N
     assert torch.equal(exported.model.layers[0].mlp.gate.e_score_correction_bias, bias)
 
 
+def test_large_models_are_exported_to_several_files(
+    world: World, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.learner.checkpoint.EXPORTED_BYTES", 50_000)
+    target = tmp_path / "exported"
+    target.mkdir()
+    (target / "model.safetensors").touch()  # of an earlier export
+    export_model(source, target, load_model(source, options_of(make_config()), world), world, dtype=torch.float32)
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 60_000 for file in files)
+    assert (target / "model.safetensors.index.json").exists() and "model.safetensors" not in [f.name for f in files]
+    exported, initial = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (target, source))
+    assert torch.equal(logits(exported), logits(initial))
+
+
 @pytest.mark.parametrize(
     "initial",
     ["original/consolidated.00.pth", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",

@@ -16,11 +16,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.learner.checkpoint import TrainState, load_checkpoint, open_checkpoints, save_checkpoint
+from slipstream.learner.checkpoint import (
+    BackgroundCheckpoint,
+    TrainState,
+    load_checkpoint,
+    open_checkpoints,
+    save_checkpoint,
+)
 from slipstream.learner.models import load
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
@@ -34,6 +41,8 @@ STEPS = 2
 """Steps before the checkpoint; one step follows."""
 LARGE = "large"
 """Folder of the model whose loading is measured."""
+ONE_EXPERT = "one-expert"
+"""Folder of a model with fewer experts than ranks."""
 Results = dict[str, Any]
 
 
@@ -84,12 +93,20 @@ def hsdp(folder: Path, config: RunConfig, world: World) -> Results:
 
 
 def resume(folder: Path, config: RunConfig, world: World) -> Results:
-    """Continues the checkpoints of other meshes."""
+    """Continues the checkpoints of other meshes, and one that is written during the step after it."""
     found: Results = {}
-    for saved in ("hsdp", "one"):
+    for saved in ("hsdp", "one", "background"):
         trainer = build_trainer(config, world)
         assert load_checkpoint(folder / saved, trainer.trained, world) == TrainState(step=STEPS)
+        writing = None
+        if saved == "one":
+            background, group = folder / "background", dist.new_group(backend="gloo")
+            open_checkpoints(background, world, keep=1)
+            state = TrainState(step=STEPS)
+            writing = BackgroundCheckpoint(background, trainer.trained, state, world, keep=1, group=group)
         found[saved] = train(trainer, folder / "groups", [STEPS])
+        if writing is not None:
+            writing.finish()
     return found
 
 
@@ -110,7 +127,7 @@ def load_large(folder: Path, config: RunConfig, world: World) -> Results:
 def load_experts(folder: Path, config: RunConfig, world: World) -> Results:
     """Loads models with stacked experts, of which each rank reads its own; names of tensors that are not equal."""
     differ = []
-    for kind in EXPERTS:
+    for kind in (*EXPERTS, ONE_EXPERT):
         model = load_model(folder / kind, ModelOptions(dtype=torch.bfloat16, attention="segments"), world)
         wanted = dict(AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32).named_parameters())
         found = weights_of(model)

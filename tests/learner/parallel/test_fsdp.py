@@ -17,7 +17,7 @@ from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
-from tests.learner.parallel.meshes import LARGE, STEPS
+from tests.learner.parallel.meshes import LARGE, ONE_EXPERT, STEPS
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, run_config, train, weights_of
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +59,7 @@ def meshes(digits_model: Path, world: World, tmp_path_factory: pytest.TempPathFa
     write_large(folder / LARGE)
     for kind in EXPERTS:
         write_experts(folder / kind, kind)
+    write_experts(folder / ONE_EXPERT, "qwen3_moe", num_experts=1, num_experts_per_tok=1)
     trainer = build_trainer(config, world)
     alone = train(trainer, folder / "groups", range(STEPS))
     weights = weights_of(trainer.model)
@@ -93,11 +94,12 @@ def test_snapshot_of_copies_and_shards_has_weights_of_one_rank(meshes: Meshes) -
         torch.testing.assert_close(snapshot[name], tensor, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("saved", ["hsdp", "one"])
+@pytest.mark.parametrize("saved", ["hsdp", "one", "background"])
 def test_two_ranks_continue_checkpoint_of_other_mesh(saved: str, meshes: Meshes) -> None:
     for rank in meshes.results("resume", 2):
         (figures,) = rank[saved]
         require_equal(figures, meshes.alone[STEPS])
+        assert figures["loss"] == pytest.approx(meshes.alone[STEPS]["loss"], abs=1e-6)
 
 
 def test_one_rank_continues_checkpoint_of_copies_and_shards(meshes: Meshes, world: World, digits_model: Path) -> None:
