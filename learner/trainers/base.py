@@ -25,10 +25,10 @@ from slipstream.learner.checkpoint import (
     BackgroundCheckpoint,
     ModelsAndOptimizers,
     TrainState,
-    export_model,
     load_checkpoint,
     save_checkpoint,
 )
+from slipstream.learner.export import export_model
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.parallel.mesh import World
 

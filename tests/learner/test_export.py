@@ -21,7 +21,8 @@ from transformers import (
 
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
-from slipstream.learner.checkpoint import CheckpointError, export_model
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.learner.export import export_model
 from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -130,7 +131,7 @@ def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> N
 def test_large_models_are_exported_to_several_files(
     world: World, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.checkpoint.EXPORTED_BYTES", 50_000)
+    monkeypatch.setattr("slipstream.learner.export.EXPORTED_BYTES", 50_000)
     target = tmp_path / "exported"
     target.mkdir()
     (target / "model.safetensors").touch()  # of an earlier export

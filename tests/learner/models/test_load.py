@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.checkpoint import export_model
 from slipstream.learner.data.packing import all_actions, pack
+from slipstream.learner.export import export_model
 from slipstream.learner.models import attention
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions

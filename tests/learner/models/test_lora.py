@@ -13,7 +13,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.configs.schema.run import LoraConfig
-from slipstream.learner.checkpoint import CheckpointError, TrainState, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import CheckpointError, TrainState, load_checkpoint, save_checkpoint
+from slipstream.learner.export import export_model
 from slipstream.learner.models.lora import (
     AdapterStateDict,
     add_adapters,

@@ -25,13 +25,13 @@ from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.checkpoint import (
     TrainState,
-    export_model,
     load_checkpoint,
     open_checkpoints,
     save_checkpoint,
 )
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
+from slipstream.learner.export import export_model
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
