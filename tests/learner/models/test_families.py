@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.learner.checkpoint import export_model
 from slipstream.learner.data.packing import TokenSequence, all_actions, pack
+from slipstream.learner.export import export_model
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions
