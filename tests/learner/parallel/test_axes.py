@@ -51,9 +51,9 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         model.save_pretrained(folder / name)
         vivid(folder / name)
-    config = run_config(
-        folder / "dense", folder, optimizer={"lr": 0.1, "warmup_steps": 0, "final_lr_fraction": 1.0}, token_budget=80
-    )
+    settings = {"groups_per_step": RANKS, "updates_per_step": 1, "token_budget": 80}
+    optimizer = {"lr": 0.1, "warmup_steps": 0, "final_lr_fraction": 1.0}
+    config = run_config(folder / "dense", folder, optimizer=optimizer, **settings)
     record(folder / "groups", STEPS + 1, config)
     (folder / "config.json").write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
     command = [sys.executable, "-m", "tests.learner.parallel.axes", str(folder), str(free_port())]
