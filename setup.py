@@ -19,5 +19,6 @@ setup(
     ],
     package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
+    exclude_package_data={"slipstream.tools": ["bench/**"]},
     include_package_data=False,  # otherwise the wheel gets what MANIFEST.in adds to the sdist
 )

@@ -90,10 +90,10 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
 
 async def test_wrong_unparsed_and_late_answers_differ_in_the_scores() -> None:
     pytest.importorskip("math_verify")
-    answers = [r"\boxed{7}", r"\boxed{8}", "no idea", r"\boxed{2^{2^{2^{2^{2^2}}}}}"]
+    answers = [r"\boxed{x+7}", r"\boxed{x+8}", "no idea", r"\boxed{2^{2^{2^{2^{2^2}}}}}"]
     terms = [RewardConfig(name="math", options={"timeout_s": 0.5})]
     with closing(Scorer(terms, ScoringConfig(workers=1, deadline_s=PATIENCE_S))) as scorer:
-        results = await scorer.score([episode(answer, reference="7") for answer in answers])
+        results = await scorer.score([episode(answer, reference="7+x") for answer in answers])
     columns = ("math", "math/parsed", "math/timeout")
     scores = [tuple(result.scores[column] for column in columns) for result in results]
     assert scores == [(1, 1, 0), (0, 1, 0), (0, 0, 0), (0, 1, 1)]

@@ -101,7 +101,7 @@ def test_recomputation_in_bfloat16_is_near_float32(family: str, world: World, tm
     write_family(tmp_path, family)
     (batch,) = pack(sequences(), token_budget=sum(LENGTHS))
     found: list[dict[str, Tensor]] = []
-    for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
+    for dtype, checkpointing in ((torch.float32, "none"), (torch.bfloat16, "full")):
         config = run_config(tmp_path, tmp_path, activation_checkpointing=checkpointing)
         model = load_model(tmp_path, replace(options_of(config), dtype=dtype), world)
         logprobs = score_actions(model, batch, temperature=1.0).logprobs_A
