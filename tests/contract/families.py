@@ -43,7 +43,6 @@ _YARN = {
     "original_max_position_embeddings": 32,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-    "truncate": False,
 }
 
 
@@ -114,14 +113,17 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
+            # Also as released: vLLM's kernel for rotary positions without scaling is wrong on a CPU.
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
             "topk_method": "noaux_tc",  # as released models have it, for vLLM
             "scoring_func": "sigmoid",
         },
-        vllm=None,
+        soak=False,
     ),
     "gpt-oss": Family(
         "GptOssConfig",
-        {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
+        {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "rope_parameters": {**_YARN, "truncate": False}},
         soak=False,
     ),
     "Qwen3-Next": Family(
