@@ -100,7 +100,8 @@ def _hub_folder(key: str, name: str, revision: str | None) -> Path:
 
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=WEIGHT_FILES, ignore_patterns="*/*")
-    except Exception as error:  # the library raises those of its HTTP client, and its own
+    # Named and raised again: the library's errors, those of its HTTP client and of its storage have no common class.
+    except Exception as error:
         raise ConfigError(
             f"{key}={name} is no folder, and the hub's model can't be had (revision {revision or 'main'}, cache "
             f"{constants.HF_HUB_CACHE}): {_one_line(error)}; without a network, fill the cache elsewhere with "
@@ -117,7 +118,7 @@ def _modelscope_folder(key: str, name: str, revision: str | None) -> Path:
         raise ConfigError(f"{key}={MODELSCOPE}{name} needs the package modelscope: pip install modelscope") from None
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=WEIGHT_FILES, ignore_patterns="*/*")
-    except Exception as error:  # the library raises those of its HTTP client, and its own
+    except Exception as error:  # named and raised again: as of the other hub, the library's errors are of any class
         raise ConfigError(
             f"{key}={MODELSCOPE}{name} can't be had (revision {revision or 'master'}): {_one_line(error)}; without a "
             "network, name a folder"

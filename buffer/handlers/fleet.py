@@ -336,7 +336,7 @@ class Fleet:
         # Before the call, as above: slices may return during it.
         server.eval_share_granted = server.eval_drained = version
         try:
-            left, granted = await self._ledger.evaluate(
+            left, granted = await self._ledger.evaluations.grant(
                 version, server=peer_name(peer), eval_tasks=server.hello.eval_tasks, share=share
             )
         finally:

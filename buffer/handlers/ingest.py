@@ -405,7 +405,7 @@ class Ingest:
         """The outcome of a group that is not stored with the others."""
         match found:
             case EvalSliceResult():
-                return await self._ledger.evaluated(
+                return await self._ledger.evaluations.record(
                     found.work,
                     version=found.version,
                     failures=found.failures,
@@ -423,7 +423,7 @@ class Ingest:
 
     async def _reject(self, group_id: str, reason: str) -> str:
         # A malformed group has no readable kind, so first try it as a slice of an evaluation.
-        outcome = await self._ledger.evaluation_failed(group_id, reason=reason, patience=MALFORMED_PATIENCE)
+        outcome = await self._ledger.evaluations.record_failure(group_id, reason=reason, patience=MALFORMED_PATIENCE)
         if outcome != "void":
             return outcome
         return await self._ledger.filter(group_id, reason=reason, facts=Facts(), patience=MALFORMED_PATIENCE)

@@ -133,7 +133,7 @@ class LearnerHandler:
                 standing.counts, dropped_frames=self._malformed.count, spill_errors=self._spiller.errors
             ),
             servers=[server.credits.status for server in servers if server.credits],
-            evals=await self._ledger.eval_reports(standing.evaluated),
+            evals=await self._ledger.evaluations.reports(standing.evaluated),
             length_bias=self.length_bias,
             tasks=dict(standing.tasks),
         )

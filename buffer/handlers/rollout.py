@@ -87,7 +87,7 @@ class RolloutHandler:
         """Records a failed ticket; the lengths of its answers are unknown."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
         if message.kind == m.EVAL:
-            outcome = await self._ledger.evaluation_failed(message.id, reason=message.reason)
+            outcome = await self._ledger.evaluations.record_failure(message.id, reason=message.reason)
             self._fleet.offer_evaluation()
         else:
             facts = Facts(tokens=message.tokens)

@@ -1,20 +1,19 @@
 """The ledger of a run in Redis: every transition of a group is one atomic Lua script, written once in `lua/`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.evaluation import estimates
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.store.evaluations import Evaluations
 from slipstream.buffer.store.redis import portions, set_all
 from slipstream.buffer.store.scripts import Scripts
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
     DeliveredGroup,
-    EvalSlice,
     Facts,
     IssuedTask,
     Lease,
@@ -29,12 +28,11 @@ from slipstream.buffer.store.types import (
     TicketRequest,
     UnknownLearnerError,
     check_steps,
+    of_kind,
 )
-from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
+from slipstream.buffer.wire.messages import LedgerCounts
 from slipstream.configs import RunConfig
 
-MOST_EVAL_TASKS = 64
-"""Held-out tasks per ticket: their answers travel in one frame."""
 FORGET_AT_ONCE = 100
 """Groups per `trim` script, because a script blocks Redis."""
 FORGET_TIMES = 100
@@ -44,8 +42,6 @@ STORED_AT_ONCE_BYTES = 8 << 20
 """Storing blocks Redis; a single group may be larger."""
 EXPORTED_AT_ONCE = 1000
 LATEST_REPORTS = 4
-EVAL_RETRIES = 3
-_Number = TypeVar("_Number", int, float)
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
 """Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""
 
@@ -55,15 +51,18 @@ class Ledger:
 
     Raises redis.RedisError when Redis can't be reached in time or refuses to write. Methods with a `learner` raise
     NotCurrentLearnerError for any incarnation but the run's current one; an empty name skips the check.
+
+    Attributes:
+        evaluations: of the run's policy versions.
     """
 
     def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
         self.run = run
         self.rules = rules
         self._redis = redis
-        self._reports: dict[int, EvalReport] = {}
         self._published = 0
         self.scripts = Scripts(redis, run)
+        self.evaluations = Evaluations(redis, self.scripts, rules)
         self._prefix = self.scripts.prefix
 
     @classmethod
@@ -216,88 +215,6 @@ class Ledger:
         rules = self.rules
         return {"max_uses": rules.max_uses, "seed": rules.seed * 1_000_003 + step, "spill_bytes": rules.spill_bytes}
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
-
-    async def evaluate(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
-        """Grants a server slices of at most MOST_EVAL_TASKS held-out tasks; returns the ranges left and the slices.
-
-        Args:
-            eval_tasks: held-out tasks of the server's env.
-            share: tasks that the server may hold, those that it holds already included.
-        """
-        left, *flat = await self.scripts.call(
-            "evaluate",
-            version=version,
-            tasks=min(eval_tasks, self.rules.eval_tasks),
-            share=share,
-            slice_size=MOST_EVAL_TASKS,
-            deadline_s=self.rules.ticket_deadline_s,
-            server=server,
-        )
-        granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
-        return int(left), granted
-
-    async def evaluated(
-        self,
-        work: EvalSlice,
-        *,
-        version: int,
-        failures: Mapping[str, int],
-        tallies: Mapping[str, tuple[float, float]],
-        blob: bytes | memoryview,
-    ) -> str:
-        """Records a delivered slice of an evaluation.
-
-        Args:
-            failures: number of its tasks without an answer, by reason.
-            tallies: sum and sum of squares of the other tasks' scores, by estimate; one is `score`.
-        """
-        outcome = await self.scripts.call(
-            "evaluated",
-            blob,
-            id=work.id,
-            version=version,
-            first=work.first,
-            tasks=work.tasks,
-            failures=failures,
-            answered=work.tasks - sum(failures.values()),
-            tallies=tallies,
-        )
-        return str(outcome.decode())
-
-    async def evaluation_failed(self, ticket_id: str, *, reason: str, patience: int = 0) -> str:
-        """Records a failed slice; after `patience` failures it is granted again, at most EVAL_RETRIES times."""
-        outcome = await self.scripts.call(
-            "evaluation_failed", id=ticket_id, reason=reason, patience=patience, retries=EVAL_RETRIES
-        )
-        return str(outcome.decode())
-
-    async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
-        """The finished evaluations of these versions."""
-        # The cache has only these: a run may have many evaluations, and a ledger that was lost repeats their versions.
-        self._reports = {
-            version: self._reports.get(version) or await self._eval_report(version) for version in versions
-        }
-        return list(self._reports.values())
-
-    async def _eval_report(self, version: int) -> EvalReport:
-        name = f"{self._prefix}:eval:{version}"
-        raw: dict[Any, Any] = await self._redis.hgetall(name)
-        fields = {field.decode(): float(value) for field, value in raw.items()}
-        ids: set[Any] = await self._redis.smembers(f"{name}:groups")
-        names = [name.removeprefix("sum:") for name in fields if name.startswith("sum:")]
-        tallies = {name: (fields[f"sum:{name}"], fields[f"squares:{name}"]) for name in names}
-        figures = estimates(tallies, int(fields["done"]))
-        return EvalReport(
-            version=version,
-            score=figures.pop("score", 0.0),
-            estimates=figures,
-            tasks=int(fields["done"]),
-            failures={reason: int(tasks) for reason, tasks in _of_kind("failed", fields).items()},
-            eval_s=fields["finished"] - fields["started"],
-            group_ids=sorted(group_id.decode() for group_id in ids),
-        )
-
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
     async def require_durable(self, address: str) -> ServerMemory:
@@ -404,14 +321,14 @@ class Ledger:
             uses=counters.get("uses", 0),
             tokens=counters.get("tokens", 0),
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
-            answers_dropped=_of_kind("answers_dropped", counters),
+            answers_dropped=of_kind("answers_dropped", counters),
             spilled=spilled,
             spilled_bytes=counters.get("spilled_bytes", 0),
         )
         return LedgerSnapshot(
             counts=counts,
             version=int(version),
-            tasks=_of_kind("tasks", counters),
+            tasks=of_kind("tasks", counters),
             evaluated=[int(each) for each in evaluated],
             evaluating=None if evaluating is None else int(evaluating),
             slices_left=int(slices_left),
@@ -437,11 +354,6 @@ class Ledger:
         lengths = await self.lengths(reasons)
         delivered = lengths.pop("delivered")
         return {name: ks_distance(delivered, found) for name, found in lengths.items() if sum(found.values())}
-
-
-def _of_kind(kind: str, counters: Mapping[str, _Number]) -> dict[str, _Number]:
-    """The counters `<kind>:<name>`, by name."""
-    return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}
 
 
 def _json_number(value: float) -> float:

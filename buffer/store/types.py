@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
@@ -15,6 +15,7 @@ from slipstream.configs.schema.buffer import RetentionConfig
 SPILL_BYTES = 64 << 10
 """Smaller groups stay in Redis: their records take a large part of their memory, and files would hold thousands."""
 
+Number = TypeVar("Number", int, float)
 Lengths = Mapping[int, int]
 """Answers by the bucket of their length."""
 
@@ -249,3 +250,8 @@ def check_steps(tally: StepTally, *, groups_per_step: int) -> StepCheck:
         if found != groups_per_step:
             problems.append(f"step {step} was trained on {found} groups, but learner.groups_per_step={groups_per_step}")
     return StepCheck(problems, tally.forgotten_step)
+
+
+def of_kind(kind: str, counters: Mapping[str, Number]) -> dict[str, Number]:
+    """The counters `<kind>:<name>` that are not zero, by name."""
+    return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}

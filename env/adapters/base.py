@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -49,7 +49,17 @@ def missing_package(env: str) -> str:
 
 def fingerprint(package: str, options: Any) -> str:
     """Hash of the package's version and the options, plain JSON values, that determine the tasks."""
-    return hashlib.sha256(json.dumps([package, version(package), options], sort_keys=True).encode()).hexdigest()
+    return hash_of([*release(package), options])
+
+
+def release(package: str) -> list[str]:
+    """Name and version of an installed distribution."""
+    return [package, version(package)]
+
+
+def hash_of(value: Any) -> str:
+    """Hash of a plain JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -84,11 +94,19 @@ class Instances:
 
 
 class GeneratedGames:
-    """An env of games by seed: the prompt of a task comes from its session."""
+    """An env of games by seed: the prompt of a task comes from its session.
 
-    def __init__(self, instances: Instances, fingerprint: str) -> None:
-        self._instances = instances
-        self._fingerprint = fingerprint
+    Args:
+        size, eval_size, seed: of its `Instances`.
+        made_by: package and version, or what else makes a game of a seed; part of the fingerprint.
+        options: the env's other options, plain JSON values.
+
+    Raises: ConfigError for sizes out of range.
+    """
+
+    def __init__(self, size: int, eval_size: int, seed: int, *, made_by: Any, options: Sequence[Any]) -> None:
+        self._instances = Instances(size, eval_size, seed)
+        self._fingerprint = hash_of([made_by, *options, size, eval_size, seed])
 
     def size(self, split: Split) -> int:
         """Number of games in the split."""

@@ -9,15 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from slipstream.configs.runtime.errors import ConfigError, format_error, suggest
-from slipstream.env.adapters.base import (
-    GeneratedGames,
-    Instances,
-    Prompt,
-    ThreadedSession,
-    as_prompt,
-    fingerprint,
-    require,
-)
+from slipstream.env.adapters.base import GeneratedGames, Prompt, ThreadedSession, as_prompt, release, require
 from slipstream.env.base import Task, Turn
 
 ACTIONS: Final[Mapping[str, Sequence[str]]] = {
@@ -80,7 +72,6 @@ class Gymnasium(GeneratedGames):
         invalid_reward: float = 0.0,
         chat: bool = True,
     ) -> None:
-        instances = Instances(size, eval_size, seed)
         make = dict(make or {})
         space, has_text = _probe(id, make)
         game, _, _ = id.partition("-")
@@ -95,8 +86,8 @@ class Gymnasium(GeneratedGames):
             invalid_reward=invalid_reward,
             chat=chat,
         )
-        options = [id, make, self._rules.instructions, size, eval_size, seed, max_turns, invalid_reward, chat]
-        super().__init__(instances, fingerprint("gymnasium", options))
+        options = [id, make, self._rules.instructions, max_turns, invalid_reward, chat]
+        super().__init__(size, eval_size, seed, made_by=release("gymnasium"), options=options)
 
     def session(self, task: Task) -> ThreadedSession:
         """The episode that begins with the task's seed."""
@@ -110,7 +101,7 @@ def _probe(env_id: str, make: Mapping[str, Any]) -> tuple[Any, bool]:
         raise ConfigError(f"env gymnasium: there is no id {env_id!r}{suggest(env_id, list(package.registry))}")
     try:
         probe = package.make(env_id, disable_env_checker=True, **make)
-    except Exception as error:
+    except Exception as error:  # named and raised again: constructors of envs raise anything, and their imports too
         raise ConfigError(f"env gymnasium: {env_id} can't be made: {format_error(error)}") from error
     try:
         return probe.action_space, "ansi" in probe.metadata.get("render_modes", [])

@@ -1,7 +1,6 @@
 """Episodes on an OpenEnv server, over one WebSocket each; the server's own package is not needed here."""
 
 import asyncio
-import hashlib
 import json
 import random
 import re
@@ -11,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
-from slipstream.env.adapters.base import GeneratedGames, Instances, Prompt, as_prompt, require
+from slipstream.env.adapters.base import GeneratedGames, Prompt, as_prompt, require
 from slipstream.env.base import Action, Task, Turn
 
 HEALTH_S: Final = 5.0
@@ -87,7 +86,6 @@ class OpenEnv(GeneratedGames):
     ) -> None:
         require("openenv")
         self._url = _socket_url(url)
-        instances = Instances(size, eval_size, seed)
         if not isinstance(sessions, int) or sessions < 1:
             raise ConfigError(f"env openenv: sessions={sessions!r} must be a whole number of at least 1")
         self._places = asyncio.Semaphore(sessions)
@@ -96,10 +94,8 @@ class OpenEnv(GeneratedGames):
         )
         schema = _schema(self._url)
         # Without the address: servers of one run may use different ones.
-        options = [schema, action_field, observation_field, instructions, size, eval_size, seed, chat]
-        super().__init__(
-            instances, hashlib.sha256(json.dumps(["openenv", *options], sort_keys=True).encode()).hexdigest()
-        )
+        options = [action_field, observation_field, instructions, chat]
+        super().__init__(size, eval_size, seed, made_by=["openenv", schema], options=options)
 
     def session(self, task: Task) -> "OpenEnvSession":
         """A session of the server, once there is a place."""

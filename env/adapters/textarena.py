@@ -11,15 +11,7 @@ import numpy as np
 
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error, suggest
-from slipstream.env.adapters.base import (
-    GeneratedGames,
-    Instances,
-    Prompt,
-    ThreadedSession,
-    as_prompt,
-    fingerprint,
-    require,
-)
+from slipstream.env.adapters.base import GeneratedGames, Prompt, ThreadedSession, as_prompt, release, require
 from slipstream.env.base import Task, Turn
 
 Opponent = Callable[[str, random.Random], str]
@@ -76,14 +68,13 @@ class Textarena(GeneratedGames):
         chat: bool = True,
     ) -> None:
         require("textarena")
-        instances = Instances(size, eval_size, seed)
         self._game, self._make, self._player, self._chat = game, dict(make or {}), player, chat
         self._opponent: Opponent = find_plugin("opponent", opponent, OPPONENTS)
         if player not in (None, 0, 1):
             raise ConfigError(f"env textarena: player={player!r} must be 0, 1 or null")
         self._players = _count_players(game, self._make)
-        options = [game, opponent, player, self._make, size, eval_size, seed, chat]
-        super().__init__(instances, fingerprint("textarena", options))
+        options = [game, opponent, player, self._make, chat]
+        super().__init__(size, eval_size, seed, made_by=release("textarena"), options=options)
 
     def session(self, task: Task) -> ThreadedSession:
         """The game with the task's seed."""

@@ -137,7 +137,7 @@ def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None,
         except ConfigError as error:
             problems += error.problems
         except OSError as error:
-            problems.append(f"{text} can't be read: {error.strerror}")
+            problems.append(f"{text} can't be read: {error.strerror or error}")  # errors of libraries have no strerror
         except ValueError as error:  # not a path, such as one with a null byte
             problems.append(f"{text} can't be read: {error}")
     if problems:
@@ -200,11 +200,11 @@ def _folder(path: Path, split: str | None, default_split: str) -> Source:
 
 
 def _hub_split(name: str, subset: str | None, split: str) -> Source:
+    load = _datasets().load_dataset
     try:
-        found = _datasets().load_dataset(name, subset, split=split)
-    except ConfigError:
-        raise
-    except Exception as error:  # the library raises those of its HTTP client, and its own
+        found = load(name, subset, split=split)
+    # Named and raised again: errors of the library, of its file formats and of its HTTP client have no common class.
+    except Exception as error:
         raise ConfigError(
             f"{name} is no file here, and can't be loaded from the hub with split={split!r} and subset={subset!r}: "
             f"{' '.join(format_error(error).split())}; without a network, load it elsewhere and name its files"

@@ -100,7 +100,7 @@ class Mcp:
         except ToolUnavailable as error:
             self.close()
             raise ConfigError(str(error)) from error
-        except BaseException:
+        except BaseException:  # raised again, an interrupt while the server starts too: its process must not stay
             self.close()
             raise
 

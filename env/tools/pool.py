@@ -39,6 +39,7 @@ class Pool(Generic[Resource]):
         self._idle: deque[Resource] = deque()
         self._running: set[Resource] = set()
         self._closed = False
+        self._stop_failures = 0
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Resource]:
@@ -80,4 +81,6 @@ class Pool(Generic[Resource]):
             # Shielded: an episode that is cancelled must not leave a process behind.
             await asyncio.shield(self._stop(resource))
         except Exception as error:  # noqa: BLE001  (the resource's own code; the episode is over)
-            log.warning("resource not stopped", resource=str(resource), error=format_error(error))
+            self._stop_failures += 1
+            failures = self._stop_failures
+            log.warning("resource not stopped", resource=str(resource), error=format_error(error), failures=failures)

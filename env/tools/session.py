@@ -121,7 +121,7 @@ async def run_calls(
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(_run(call, tools, metrics)) for call in calls[:MOST_CALLS]]
-    except BaseExceptionGroup as errors:  # only ToolUnavailable leaves a task
+    except ExceptionGroup as errors:  # only ToolUnavailable leaves a task
         raise errors.exceptions[0] from None
     results = [task.result() for task in running]
     for _ in calls[MOST_CALLS:]:
@@ -152,6 +152,7 @@ async def _run(call: ToolCall, tools: Mapping[str, LimitedTool], metrics: dict[s
             return limited_text(await limited.tool.call(call.arguments), limited.max_output_characters)
     except ToolUnavailable:
         raise
+    # A tool may raise anything, and a SystemExit would end the sessions' event loop; the metrics count each.
     except BaseException as failure:
         task = asyncio.current_task()
         if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -159,7 +160,6 @@ async def _run(call: ToolCall, tools: Mapping[str, LimitedTool], metrics: dict[s
         if deadline.expired():
             metrics[TIMEOUTS] += 1
             return f"error: no result within {limited.deadline_s:g} s"
-        # A tool may raise anything; a SystemExit would end the sessions' event loop.
         metrics[ERRORS] += 1
         message = str(failure) if isinstance(failure, ToolError) else format_error(failure)
         return f"error: {limited_text(message, limited.max_output_characters)}"

@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -22,7 +21,7 @@ from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.buffer.wire.messages import TRAIN, Group
 from slipstream.configs.schema.buffer import SamplerConfig
 from slipstream.tools.bench.end_to_end import GROUPS_PER_STEP, Fixture, Transfer, fixture, whole_steps
-from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser
 from slipstream.tools.bench.producer import trajectories
 from slipstream.tools.cli import at_least, seconds
 
@@ -53,7 +52,7 @@ def command(argv: Sequence[str]) -> int:
         figures.show(lease_times(bench, ready=sorted(set(arguments.ready))))
         figures.show(memory_growth(bench, groups=arguments.groups))
         figures.show(asyncio.run(spilled_memory(bench, groups=arguments.spilled_groups, tokens=LONG_TOKENS)))
-    figures.save(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
+    figures.save_bench("buffer", arguments, details=details)
     return 0
 
 
@@ -240,7 +239,7 @@ def _bare_latencies_s(bench: Fixture, blob: bytes, groups: int, rate: float) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream bench buffer", description="Measure the buffer on this machine.")
+    parser = bench_parser("buffer", "Measure the buffer on this machine.")
     add, positive = parser.add_argument, at_least(1)
     add("--groups", type=positive, default=20_000, help="groups for the memory's growth (default: 20000)")
     add("--path-groups", type=positive, default=4096, help="groups per round of the path (default: 4096)")
@@ -251,5 +250,4 @@ def _parser() -> argparse.ArgumentParser:
         "--ready", type=at_least(LEASES * LEASED), nargs="+", default=[1000, 10_000, 100_000],
         help="numbers of ready groups (default: 1000 10000 100000)",
     )  # fmt: skip
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -1,7 +1,9 @@
 """`slipstream bench`: measurements; each part starts the processes that it needs."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.cli import dispatch
 
 PARTS = {
@@ -20,3 +22,12 @@ PARTS = {
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream bench`; returns its exit code."""
     return dispatch("slipstream bench", "Measure a part of the pipeline.", PARTS, argv, metavar="part")
+
+
+def run_script(measure: Callable[[Sequence[str]], None]) -> None:
+    """Runs a bench that is a script of its own, with the arguments of this process; exits 1 when it fails."""
+    try:
+        measure(sys.argv[1:])
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

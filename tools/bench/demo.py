@@ -16,11 +16,11 @@ from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
 from slipstream.tools.bench.end_to_end import cpu_s
-from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file, interleave
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser, interleave
 from slipstream.tools.bench.pipeline import run_processes
 from slipstream.tools.bench.staleness import DEMO
 from slipstream.tools.bench.workers import ONE_THREAD, Workers, free_port
-from slipstream.tools.cli import at_least, new_file
+from slipstream.tools.cli import at_least
 from slipstream.tools.follow import JsonLinesFollower
 
 OURS, TRL = "slipstream", "TRL"
@@ -162,20 +162,15 @@ def command(argv: Sequence[str]) -> int:
             print(f"{name}: {1000 * run['step_s']:.1f} ms a step, score {run['score']:.3f}", flush=True)
     figures = Figures()
     figures.show(figures_of(results))
-    file = arguments.json or bench_file(arguments.runs, "demo")
-    figures.save(file, settings=vars(arguments), details=results)
+    figures.save_bench("demo", arguments, details=results)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench demo", description="Measure the demo, in turns with TRL on the same task."
-    )
+    parser = bench_parser("demo", "Measure the demo, in turns with TRL on the same task.")
     add = parser.add_argument
     add("--trl-python", type=Path, help=f"interpreter of an environment with TRL (default: {DEFAULT_PYTHON}, if any)")
     add("--rounds", type=at_least(1), default=3, help="runs of each (default: 3)")
     add("--steps", type=at_least(2), help="training steps (default: the demo's)")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the demo's configuration")
-    add("--json", type=new_file, help="file for the figures (default: one in RUNS/bench)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

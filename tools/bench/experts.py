@@ -25,7 +25,7 @@ from slipstream.learner.trainers.assemble import model_options
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import Prompt, Transcript
-from slipstream.tools.bench.figures import Figure, Figures, bench_file
+from slipstream.tools.bench.figures import Figure, Figures, bench_parser
 from slipstream.tools.cli import at_least
 
 VOCABULARY, PROMPT_TOKENS, SAMPLES = 512, 64, 8
@@ -150,14 +150,12 @@ def command(argv: Sequence[str]) -> int:
     figures = Figures()
     with TemporaryDirectory(prefix="slipstream-experts-") as folder:
         figures.show(measure(options, Path(folder)))
-    figures.save(bench_file(options.runs, "experts"), settings=vars(options), details={})
+    figures.save_bench("experts", options, details={})
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench experts", description="Measure the mismatch of engine and learner with router replay."
-    )
+    parser = bench_parser("experts", "Measure the mismatch of engine and learner with router replay.")
     add, positive = parser.add_argument, at_least(1)
     add("--model", type=Path, help="folder of a mixture of experts (default: a random Qwen3-MoE)")
     add("--layers", type=positive, default=4, help="of the random model (default: 4)")
@@ -166,5 +164,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=positive, default=8, help=f"prompts with {SAMPLES} answers each (default: 8)")
     add("--tokens", type=positive, default=128, help="of an answer (default: 128)")
     add("--engine-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: bfloat16)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -1,5 +1,6 @@
 """Figures with their goals: a line each on the screen, and a JSON file."""
 
+import argparse
 import json
 import operator
 import os
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from slipstream.tools.cli import new_file
 
 _COMPARE = {"<": operator.lt, ">=": operator.ge}
 Case = TypeVar("Case")
@@ -76,6 +79,30 @@ class Figures:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=1, default=os.fspath) + "\n", encoding="utf-8")
         print(f"kept in {file}", flush=True)
+
+    def save_bench(
+        self,
+        part: str,
+        arguments: argparse.Namespace,
+        *,
+        details: Mapping[str, Any],
+        settings: Mapping[str, Any] = {},
+    ) -> None:
+        """As `save`, into the file that the arguments of `bench_parser` name.
+
+        Args:
+            settings: those besides the arguments.
+        """
+        file = arguments.json or bench_file(arguments.runs, part)
+        self.save(file, settings={**vars(arguments), **settings}, details=details)
+
+
+def bench_parser(part: str, description: str) -> argparse.ArgumentParser:
+    """The parser of `slipstream bench <part>`, with the options that all of them have."""
+    parser = argparse.ArgumentParser(prog=f"slipstream bench {part}", description=description)
+    parser.add_argument("--json", type=new_file, help="file for the figures (default: one in RUNS/bench)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    return parser
 
 
 def bench_file(runs: Path, part: str) -> Path:

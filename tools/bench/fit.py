@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser
 from slipstream.tools.bench.workers import Workers
 from slipstream.tools.cli import at_least
 
@@ -72,7 +72,7 @@ def command(argv: Sequence[str]) -> int:
                 ]
             )
             details[variant.title] = {"measured": asdict(result), "computed": expected}
-    figures.save(bench_file(arguments.runs, "fit"), settings=vars(arguments), details=details)
+    figures.save_bench("fit", arguments, details=details)
     return 0
 
 
@@ -99,12 +99,9 @@ def expected_peak(case: Any, model: Path, *, ranks: int) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench fit", description="Compare measured peaks of memory with computed ones, on a CPU."
-    )
+    parser = bench_parser("fit", "Compare measured peaks of memory with computed ones, on a CPU.")
     parser.add_argument(
         "--variants", type=int, default=len(VARIANTS), help=f"number of settings (default: all {len(VARIANTS)})"
     )
     parser.add_argument("--tokens", type=at_least(16), default=TOKENS, help=f"of a micro-batch (default: {TOKENS})")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -5,7 +5,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median, quantiles
 
 import msgspec
@@ -22,7 +21,7 @@ from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.processes import raise_open_file_limit
 from slipstream.configs.runtime.threads import cancel_tasks
 from slipstream.tools.bench.end_to_end import cpu_s, fixture
-from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser
 from slipstream.tools.bench.producer import VOCABULARY, trajectories
 from slipstream.tools.cli import at_least, seconds
 
@@ -196,7 +195,7 @@ def command(argv: Sequence[str]) -> int:
         file.write_text(dump_config(config), encoding="utf-8")
         with bench.process("service", "slipstream.buffer.cli", str(file)) as service:
             asyncio.run(_measure(config, psutil.Process(service.process.pid), arguments, figures))
-    figures.save(bench_file(arguments.runs, "fleet"), settings=vars(arguments), details={})
+    figures.save_bench("fleet", arguments, details={})
     return 0
 
 
@@ -255,7 +254,7 @@ def _steady(fleet: SimulatedFleet, work: Counter[str], *, took_s: float, used_s:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream bench fleet", description="Measure the sharing of work.")
+    parser = bench_parser("fleet", "Measure the sharing of work.")
     add = parser.add_argument
     add("--servers", type=at_least(1), default=256, help="rollout servers (default: 256)")
     add("--churn", type=at_least(1), default=50, help="servers that leave and join at once (default: 50)")
@@ -263,5 +262,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=at_least(1), default=60, help="steps before and after the change (default: 60)")
     add("--step-s", type=seconds, default=0.5, help="least seconds of a step (default: 0.5)")
     add("--group-s", type=seconds, default=0.3, help="seconds that a server takes for a group (default: 0.3)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -16,6 +16,7 @@ import torch
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
+from slipstream.tools.bench.cli import run_script
 from slipstream.tools.bench.figures import Figure, Figures, Goal
 from slipstream.tools.bench.fit import MODEL, expected_peak
 from slipstream.tools.bench.shape_step import Case, Result, run_case, shape, write_model
@@ -126,14 +127,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Entry point."""
-    try:
-        measure(sys.argv[1:])
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(measure)

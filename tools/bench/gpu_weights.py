@@ -19,6 +19,7 @@ import torch
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
+from slipstream.tools.bench.cli import run_script
 from slipstream.tools.bench.figures import Figure, Figures
 from slipstream.tools.bench.weights_learner import QWEN3_0_6B, Shape, shape_of
 from slipstream.tools.bench.weights_updates import Case, generation
@@ -111,14 +112,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Entry point."""
-    try:
-        measure(sys.argv[1:])
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(measure)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.tools.bench.figures import Figure, Figures, bench_file, interleave
+from slipstream.tools.bench.figures import Figure, Figures, bench_parser, interleave
 from slipstream.tools.bench.workers import Workers
 from slipstream.tools.cli import at_least, new_file
 
@@ -51,7 +51,7 @@ def command(argv: Sequence[str]) -> int:
             print(f"{ranks} rank{'s' * (ranks > 1)}, answers of {length:,}: {result.step_s:.2f} s", flush=True)
     figures = Figures()
     figures.show(length_figures(results, arguments.tokens))
-    figures.save(bench_file(arguments.runs, "length"), settings=vars(arguments), details={"steps": details})
+    figures.save_bench("length", arguments, details={"steps": details})
     cost = SequenceCost.of_config(MODEL)
     if arguments.plot is not None:
         draw_lengths(results, {length: cost(length) / length for length in lengths}, arguments.tokens, arguments.plot)
@@ -131,9 +131,8 @@ def _axes(path: Path) -> "Iterator[Axes]":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench length",
-        description="Measure a learner's step by the length of answers and the number of ranks, a core for each.",
+    parser = bench_parser(
+        "length", "Measure a learner's step by the length of answers and the number of ranks, a core for each."
     )
     add, positive = parser.add_argument, at_least(1)
     add("--lengths", type=at_least(16), nargs="+", default=LENGTHS, help="tokens of an answer (default: 256 … 32768)")
@@ -142,5 +141,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=1, help="processes for each figure (default: 1)")
     add("--plot", type=new_file, help="PNG of time per token over length")
     add("--plot-ranks", type=new_file, help="PNG of tokens per second over ranks")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -20,11 +20,11 @@ from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file, interleave
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser, interleave
 from slipstream.tools.bench.pipeline_server import LENGTHS_VARIABLE, MOST_TOKENS, Lengths
 from slipstream.tools.bench.weights_learner import Shape, build_policy, weights_config
 from slipstream.tools.bench.workers import ONE_THREAD, Workers, free_port
-from slipstream.tools.cli import at_least, new_file
+from slipstream.tools.cli import at_least
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from slipstream.tools.launch.supervise import Child
 
@@ -215,15 +215,12 @@ def command(argv: Sequence[str]) -> int:
                 speeds[staleness].append(measure(workers, config, lengths, cores[:2]))
             figures.show(figures_of(lengths, speeds))
             details[lengths] = {staleness: [asdict(speed) for speed in found] for staleness, found in speeds.items()}
-    file = arguments.json or bench_file(arguments.runs, "pipeline")
-    figures.save(file, settings=vars(arguments), details=details)
+    figures.save_bench("pipeline", arguments, details=details)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench pipeline", description="Measure what asynchrony gains, on two cores."
-    )
+    parser = bench_parser("pipeline", "Measure what asynchrony gains, on two cores.")
     add = parser.add_argument
     add("--lengths", nargs="+", choices=("fixed", "log-normal"), default=["fixed", "log-normal"],
         help="distributions of the answers' lengths (default: both)")  # fmt: skip
@@ -233,6 +230,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--groups-per-step", type=at_least(1), default=8, help="groups of 8 answers in a step (default: 8)")
     add("--rounds", type=at_least(1), default=1, help="runs of each case, in turns (default: 1)")
     add("--engine", choices=("vllm", "hf"), default="vllm", help="rollout.engine.name (default: vllm)")
-    add("--json", type=new_file, help="file for the figures (default: one in RUNS/bench)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

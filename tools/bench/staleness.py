@@ -18,7 +18,7 @@ from slipstream.configs import RunConfig, load
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.bench.figures import Figure, Figures, bench_file
+from slipstream.tools.bench.figures import Figure, Figures, bench_parser
 from slipstream.tools.bench.staleness_report import Curves, Run, draw, markdown, table
 from slipstream.tools.bench.workers import raise_if_stopped
 from slipstream.tools.cli import at_least, new_file
@@ -171,7 +171,7 @@ def _report(arguments: argparse.Namespace, study: Study, results: Mapping[Run, C
     titles = {name: objective.title for name, objective in study.objectives.items()}
     cells = table(results)
     print(f"{study.title}: reward at the end / area\n\n{markdown(titles, cells)}")
-    settings = vars(arguments) | {
+    own = {
         "overrides": [*SETTINGS, *study.overrides],
         "objectives": {name: list(objective.overrides) for name, objective in study.objectives.items()},
         "libraries": {name: version(name) for name in LIBRARIES},
@@ -183,17 +183,15 @@ def _report(arguments: argparse.Namespace, study: Study, results: Mapping[Run, C
         for name, values in (("end", cell.ends), ("area", cell.areas))
     ]
     details = {"runs": [asdict(run) | asdict(curves) for run, curves in results.items()]}
-    file = bench_file(arguments.runs, f"staleness-{arguments.study}")
-    Figures(figures).save(file, settings=settings, details=details)
+    Figures(figures).save_bench(f"staleness-{arguments.study}", arguments, details=details, settings=own)
     if arguments.plot is not None:
         draw(study.title, titles, results, arguments.plot)
         print(f"picture in {arguments.plot}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench staleness",
-        description="Train on data that is k steps old, with each objective, and compare what is learned.",
+    parser = bench_parser(
+        "staleness", "Train on data that is k steps old, with each objective, and compare what is learned."
     )
     add, positive = parser.add_argument, at_least(1)
     add("--study", choices=STUDIES, default="decay", help="objectives and learning rate (default: decay)")
@@ -203,5 +201,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=400, help="training steps of a run (default: 400)")
     add("--jobs", type=positive, default=os.cpu_count(), metavar="N", help="runs at once (default: number of cores)")
     add("--plot", type=new_file, metavar="FILE", help="also draw the curves into this PNG")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

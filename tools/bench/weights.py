@@ -3,11 +3,10 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.tools.bench.figures import Figures, bench_file
+from slipstream.tools.bench.figures import Figures, bench_parser
 from slipstream.tools.bench.workers import Workers
 from slipstream.tools.cli import at_least, seconds
 
@@ -49,14 +48,12 @@ def command(argv: Sequence[str]) -> int:
             name = f"{GENERATION} {policy}"
             measured, details[name] = generation(workers, case, rounds=rounds, seconds=arguments.seconds)
             figures.show(measured)
-    figures.save(bench_file(arguments.runs, "weights"), settings=vars(arguments), details=details)
+    figures.save_bench("weights", arguments, details=details)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream bench weights", description="Measure the weight channel on this machine, without a GPU."
-    )
+    parser = bench_parser("weights", "Measure the weight channel on this machine, without a GPU.")
     add, positive = parser.add_argument, at_least(1)
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     add("--size-mb", type=positive, default=500, help="size of a version in bfloat16 (default: 500)")
@@ -72,5 +69,4 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--keep-stale-kv", action="store_true", help="generate with weights.keep_stale_kv")
     add("--seconds", type=seconds, default=10.0, help="of each window of generation (default: 10)")
-    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -35,7 +35,7 @@ class PartServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = bind_router(self._context, address, max_message_bytes=MAX_PULL_BYTES, keys=keys)
-        except BaseException:
+        except BaseException:  # raised again; a context with an open socket would block the interpreter's exit
             self._context.destroy(linger=0)
             raise
         self.place = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

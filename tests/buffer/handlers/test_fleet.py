@@ -25,9 +25,10 @@ PART = 1
 
 
 class FakeLedger:
-    """A ledger that grants what is allowed and records its requests."""
+    """A ledger that grants what is allowed and records its requests; its evaluations too."""
 
     def __init__(self, *, allowed: dict[int, int], version: int = 0) -> None:
+        self.evaluations = self
         self.allowed = allowed
         """Tickets by server version."""
         self.version = version
@@ -72,7 +73,7 @@ class FakeLedger:
             self.issued += granted
         return found
 
-    async def evaluate(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
+    async def grant(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
         self.shares[server] = share
         self.asked_for_slices.append(server)
         self._run_during()

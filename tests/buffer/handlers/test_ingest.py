@@ -15,9 +15,10 @@ from tests.buffer.groups import train_group
 
 
 class FakeLedger:
-    """A ledger that stores everything and records its batches."""
+    """A ledger that stores everything and records its batches; its evaluations too."""
 
     def __init__(self) -> None:
+        self.evaluations = self
         self.deliveries: list[list[str]] = []
         self.fails = False
 
@@ -27,7 +28,7 @@ class FakeLedger:
         self.deliveries.append([group.id for group in groups])
         return ["ready"] * len(groups)
 
-    async def evaluation_failed(self, ticket_id: str, *, reason: str, patience: int) -> str:
+    async def record_failure(self, ticket_id: str, *, reason: str, patience: int) -> str:
         return "void"
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:

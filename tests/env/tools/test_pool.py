@@ -123,7 +123,7 @@ async def test_close_stops_idle_and_used_resources() -> None:
                 pass
             await pool.close()
     assert [thing.stopped for thing in factory.things] == [True, True]
-    assert [line["log_level"] for line in logs] == ["warning"] * 2
+    assert [(line["log_level"], line["failures"]) for line in logs] == [("warning", 1), ("warning", 2)]
     with pytest.raises(RuntimeError):
         async with pool.use():
             pass

@@ -209,9 +209,9 @@ def test_filtered_group_shows_the_reason(ledger: CommandLine, played: RunConfig)
 def test_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) -> None:
     async def evaluate(_: object, opened: Ledger) -> str:
         await opened.publish(0, evaluate=True)
-        await opened.evaluate(0, server=SERVER, eval_tasks=1, share=1)
+        await opened.evaluations.grant(0, server=SERVER, eval_tasks=1, share=1)
         blob = encode(train_group("e0-0", index=7))
-        return await opened.evaluated(
+        return await opened.evaluations.record(
             EvalSlice("e0-0", 0, 1), version=0, failures={}, tallies={"score": (1.0, 1.0)}, blob=blob
         )
 

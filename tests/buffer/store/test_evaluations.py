@@ -7,7 +7,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from slipstream.buffer.store.ledger import EVAL_RETRIES, MOST_EVAL_TASKS, Ledger
+from slipstream.buffer.store.evaluations import EVAL_RETRIES, MOST_EVAL_TASKS
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from slipstream.buffer.wire import messages as m
@@ -27,7 +28,7 @@ async def store(redis: Redis, run_name: str) -> Ledger:
 
 async def report(store: Ledger) -> m.EvalReport:
     """The only report."""
-    (found,) = await store.eval_reports((await store.snapshot()).evaluated)
+    (found,) = await store.evaluations.reports((await store.snapshot()).evaluated)
     return found
 
 
@@ -42,7 +43,7 @@ async def evaluate(
 ) -> tuple[int, list[EvalSlice]]:
     """Ranges left and slices issued to a server, of that many held-out tasks."""
     store = ruled(store, ticket_deadline_s=deadline_s)
-    return await store.evaluate(version, server=server, eval_tasks=tasks, share=share)
+    return await store.evaluations.grant(version, server=server, eval_tasks=tasks, share=share)
 
 
 async def join(store: Ledger, *servers: str) -> None:
@@ -59,11 +60,13 @@ async def answer(
     failures: Mapping[str, int] | None = None,
 ) -> str:
     tallies = {"score": (score_sum, score_sum)}  # rewards of 0 and 1
-    return await store.evaluated(work, version=version, failures=failures or {}, tallies=tallies, blob=b"answers")
+    return await store.evaluations.record(
+        work, version=version, failures=failures or {}, tallies=tallies, blob=b"answers"
+    )
 
 
 async def fail(store: Ledger, work: EvalSlice, *, patience: int = 0) -> str:
-    return await store.evaluation_failed(work.id, reason="env_error", patience=patience)
+    return await store.evaluations.record_failure(work.id, reason="env_error", patience=patience)
 
 
 async def test_eval_tasks_are_issued_once(store: Ledger) -> None:
@@ -201,9 +204,9 @@ async def test_lost_evaluation_is_reported_again(store: Ledger, redis: Redis, ru
         await store.publish(3, evaluate=True)
         _, (work,) = await evaluate(store, 16)
         await answer(store, work, score_sum=score_sum)
-        scores += [report.score for report in await store.eval_reports((await store.snapshot()).evaluated)]
+        scores += [report.score for report in await store.evaluations.reports((await store.snapshot()).evaluated)]
         await redis.delete(*[key async for key in redis.scan_iter(f"{run_prefix(run_name)}:*")])
-        assert await store.eval_reports((await store.snapshot()).evaluated) == []
+        assert await store.evaluations.reports((await store.snapshot()).evaluated) == []
     assert scores == [0.0, 1.0]
 
 
@@ -261,7 +264,7 @@ async def test_next_evaluation_fails_unanswered_slices(store: Ledger) -> None:
     await answer(store, first, score_sum=16.0)
     for version in (4, 5, 5):
         await store.publish(version, evaluate=True)
-    cut, never_begun = await store.eval_reports((await store.snapshot()).evaluated)
+    cut, never_begun = await store.evaluations.reports((await store.snapshot()).evaluated)
     assert (cut.version, cut.score, cut.tasks) == (3, 0.25, MOST_EVAL_TASKS)
     assert (cut.failures, cut.lower_bound, cut.coverage) == ({"unfinished": MOST_EVAL_TASKS}, 0.125, 0.5)
     assert (never_begun.version, never_begun.tasks, never_begun.failures) == (4, 0, {})
