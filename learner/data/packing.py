@@ -78,6 +78,8 @@ class MicroBatch(Movable):
     grids_I3: Tensor | None = None
     routed_experts_1NMK: Tensor | None = None
     """Experts to choose, -1 where the router does; None: it does everywhere."""
+    padding_tokens: int = 0
+    """Number of the last tokens, of no sequence."""
     share: "Share | None" = None
     """Its place in the whole micro-batch, if this is one rank's share of that."""
 
@@ -118,6 +120,8 @@ class MicroBatch(Movable):
         if self.routed_experts_1NMK is not None:
             # Taken by the layers of a mixture of experts (see `learner.models.moe`), ignored by others.
             inputs["routed_experts"] = self.routed_experts_1NMK
+        if self.padding_tokens:
+            inputs["padding_tokens"] = self.padding_tokens  # likewise
         return inputs
 
     def split(self, context: ContextParallel | None) -> "MicroBatch":
@@ -145,6 +149,7 @@ class MicroBatch(Movable):
             actions_A=self.actions_A[first:last],
             sequence_A=self.sequence_A[first:last],
             action_index_A=self.action_index_A[first:last],
+            padding_tokens=min(length, max(0, own.stop - tokens + self.padding_tokens)),
             share=Share(context, first, self.actions),
             routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
         )
@@ -217,6 +222,7 @@ def empty_micro_batch() -> MicroBatch:
         sequence_A=nothing,
         action_index_A=nothing,
         width=1,
+        padding_tokens=1,
     )
 
 

@@ -22,6 +22,8 @@ COUNTS = 3
 
 ROUTED_EXPERTS = "routed_experts"
 """Argument of a model's forward pass, shape [1, N, M, K]: experts to choose, -1 where the router chooses."""
+PADDING_TOKENS = "padding_tokens"
+"""Argument of a model's forward pass: number of the last tokens that are of no sequence."""
 
 
 class Layout(NamedTuple):
@@ -44,15 +46,21 @@ class Routing:
         self.experts, self.per_token = router_sizes(module) or (0, 0)
         self._replays = replays
         self._given_NK: Tensor | None = None
+        self._padding = 0
         self._forward = module.forward
         self._counts = torch.zeros(self.experts + COUNTS, dtype=torch.float64, device="cpu")
         # An attribute of this module alone, which FSDP leaves as it is. Dynamo can't trace the mode in it.
         module.forward = torch.compiler.disable(self._choose)
         module.routing = self
 
-    def give(self, given_NK: Tensor | None) -> None:
-        """Sets the experts of the next forward pass, -1 where the router chooses; None: everywhere."""
+    def give(self, given_NK: Tensor | None, *, padding: int = 0) -> None:
+        """Sets the experts of the next forward pass, -1 where the router chooses; None: everywhere.
+
+        Args:
+            padding: number of its last tokens that do not count.
+        """
         self._given_NK = given_NK if self._replays else None
+        self._padding = padding
 
     def take_counts(self) -> Tensor:
         """Tokens of each expert and `COUNTS` since the last call, float64, shape [E + COUNTS]."""
@@ -86,11 +94,14 @@ class Routing:
         return scores_NE.gather(1, chosen_NK), chosen_NK
 
     def _count(self, chosen_NK: Tensor, own_NK: Tensor, given_NK: Tensor | None) -> None:
+        counted = slice(len(chosen_NK) - self._padding)
+        chosen_NK, own_NK = chosen_NK[counted], own_NK[counted]
         self._counts = self._counts.to(chosen_NK.device)
         ids = chosen_NK.flatten()
         self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
         self._counts[-COUNTS] += len(chosen_NK)
         if given_NK is not None:
+            given_NK = given_NK[counted]
             given_N = given_NK[:, 0] >= 0
             agrees_N = (given_NK[:, :, None] == own_NK[:, None, :]).any(-1).all(-1)
             self._counts[1 - COUNTS] += given_N.sum()
@@ -167,7 +178,7 @@ def prepare_experts(model: Any, layers: nn.ModuleList, *, replays: bool) -> None
 
 
 class _Give:
-    """Hook before the forward pass of a layer: takes the experts of its routers out of the arguments.
+    """Hook before the forward pass of a layer: takes the experts of its routers, and padding, out of the arguments.
 
     It also runs when activation checkpointing repeats the pass, with the same arguments.
     """
@@ -177,9 +188,9 @@ class _Give:
         self._first = first
 
     def __call__(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given_1NMK = kwargs.pop(ROUTED_EXPERTS, None)
+        given_1NMK, padding = kwargs.pop(ROUTED_EXPERTS, None), kwargs.pop(PADDING_TOKENS, 0)
         for number, routing in enumerate(self._routings, start=self._first):
-            routing.give(None if given_1NMK is None else given_1NMK[0, :, number])
+            routing.give(None if given_1NMK is None else given_1NMK[0, :, number], padding=padding)
         return args, kwargs
 
 
@@ -194,7 +205,9 @@ def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
     if not found:
         return {}
     counts = [routing.take_counts() for routing in found]
-    sums = world.sum(torch.cat(counts).to(world.device)).split([len(each) for each in counts])
+    # Also over the ranks with the same rows: those along `cp` have other tokens of them. Those along `tp` have the same
+    # tokens, which leaves these ratios as they are.
+    sums = world.sum_of_all(torch.cat(counts).to(world.device)).split([len(each) for each in counts])
     tokens, given, changed = torch.stack([each[-COUNTS:] for each in sums]).sum(0).tolist()
     if not tokens:
         return {}

@@ -210,7 +210,12 @@ class World:
             return values
         if self.data_size < self.size and self.rank != self.data_rank * self.size // self.data_size:
             values.zero_()  # the first rank with the same rows counts them
-        dist.all_reduce(values)
+        return self.sum_of_all(values)
+
+    def sum_of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place; a collective."""
+        if self.size > 1:
+            dist.all_reduce(values)
         return values
 
 

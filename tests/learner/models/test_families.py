@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.learner.data.packing import TokenSequence, all_actions, pack
+from slipstream.learner.data.packing import TokenSequence, all_actions, empty_micro_batch, pack
 from slipstream.learner.export import export_model
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.load import load_model
@@ -75,6 +75,12 @@ def test_packed_log_probs_and_gradients_equal_unpacked_ones(loaded: Loaded) -> N
         torch.testing.assert_close(
             parameter.grad, reference, atol=1e-5 + 1e-5 * reference.abs().max(), rtol=1e-4, msg=name
         )
+
+
+def test_pass_without_sequences_has_gradients(loaded: Loaded) -> None:
+    scores = score_actions(loaded.learner, empty_micro_batch(), temperature=0.7)
+    assert scores.logprobs_A.shape == (0,)
+    torch.autograd.backward(scores.logprobs_A.sum())
 
 
 def test_published_tensors_are_those_that_transformers_saves(loaded: Loaded, tmp_path: Path) -> None:

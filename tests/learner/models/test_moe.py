@@ -107,7 +107,7 @@ def packed(*, given: bool = True) -> MicroBatch:
     return batch
 
 
-def choices_of(model: Any, ids: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+def choices_of(model: Any, ids: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Logits of a sequence, and the experts of its tokens, shape [N, M, K]."""
     found: list[Tensor] = []
     hooks = [router.register_forward_hook(lambda _m, _i, out: found.append(out[2])) for router in routers(model)]
@@ -230,10 +230,15 @@ def test_figures_of_the_load(world: World) -> None:
     assert expert_figures(model, world) == {}  # only passes with gradients count
     choices_of(model, ids)
     loads = [torch.bincount(own_NMK[:, layer].flatten(), minlength=4).double() for layer in range(2)]
-    assert expert_figures(model, world) == {
+    expected = {
         "experts/load_max": pytest.approx(sum(float(load.max() / load.mean()) for load in loads) / 2),
         "experts/idle": pytest.approx(sum(float((load == 0).double().mean()) for load in loads) / 2),
     }
+    assert expert_figures(model, world) == expected
+    choices_of(model, torch.cat([ids, ids[:3]]), padding_tokens=3)
+    assert expert_figures(model, world) == expected
+    choices_of(model, torch.cat([ids, ids[:3]]))
+    assert expert_figures(model, world) != expected
     given = own_NMK.flip(-1).clone()  # in another order: the same experts
     given[:2] = -1
     for layer in range(2):  # the two others

@@ -37,6 +37,9 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
+FIGURES = {
+    "loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm", "experts/load_max", "experts/idle",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_training_on_mesh_equals_one_process(case: str, four_ranks: Path, world:
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["grad_norm"] > 0
         assert theirs["actions"] == mine["actions"]
-        for figure in mine.keys() & {"loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm"}:
+        for figure in mine.keys() & FIGURES:
             assert theirs[figure] == pytest.approx(mine[figure], abs=1e-5, rel=1e-5), figure
     published = load_file(four_ranks / f"{case}.safetensors")
     assert published.keys() == weights.keys()
