@@ -151,10 +151,10 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def write_family(folder: Path, name: str) -> None:
-    """Writes a model of one of `FAMILIES`."""
+def write_family(folder: Path, name: str, **sizes: int) -> None:
+    """Writes a model of one of `FAMILIES`, with other sizes than the usual ones where some are given."""
     family = FAMILIES[name]
-    config = getattr(transformers, family.config)(**{**_SIZES, **family.settings})
+    config = getattr(transformers, family.config)(**{**_SIZES, **family.settings, **sizes})
     model = AutoModelForCausalLM.from_config(config)
     change(model, seed=0)
     logging.disable_progress_bar()
