@@ -118,6 +118,22 @@ class Score:
     spans: Sequence[tuple[int, float]] = ()
 
 
+def text_of(content: object) -> str:
+    """The text of a message's content, where each part that is none has a mark of its type, such as `<image>`."""
+    if isinstance(content, list | tuple):
+        return "".join(map(_text_of_part, content))
+    return "" if content is None else str(content)
+
+
+def _text_of_part(part: object) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    text = part.get("text")
+    if isinstance(text, str):
+        return text
+    return f"<{str(part.get('type', 'part')).removesuffix('_url')}>"
+
+
 _GROUP_MARK: Final = "__slipstream_group_reward__"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.rollout import SamplingConfig
 
 log = get_log("learner.signal")
 
@@ -13,6 +14,11 @@ STEPS_IN_A_ROW = 20
 Figures = Mapping[str, float]
 
 
+def has_fixed_length(sampling: SamplingConfig) -> bool:
+    """True if every answer goes on to the token limit by intention."""
+    return sampling.ignore_eos or sampling.max_tokens == 1  # one token and the end would be two
+
+
 @dataclass
 class SignalWatch:
     """Logs each finding once, when it holds for `STEPS_IN_A_ROW` steps, and again only after a step without it."""
@@ -20,7 +26,7 @@ class SignalWatch:
     group_relative: bool
     """True if advantages compare the episodes of a group: then groups of equal rewards train nothing."""
     fixed_length: bool
-    """True if every answer goes on to the token limit by intention."""
+    """As `has_fixed_length`."""
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
 
     @property

@@ -29,7 +29,7 @@ from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
-from slipstream.learner.metrics.signal import SignalWatch
+from slipstream.learner.metrics.signal import SignalWatch, has_fixed_length
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
@@ -303,7 +303,7 @@ def _root_services(
         dtype=config.model.dtype,
         signal=SignalWatch(
             group_relative=config.learner.advantage.name in GROUP_RELATIVE,
-            fixed_length=config.rollout.sampling.ignore_eos,
+            fixed_length=has_fixed_length(config.rollout.sampling),
         ),
         eval_reward=config.eval.reward,
         started=started,

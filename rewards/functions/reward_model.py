@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.rewards.base import Episode, RewardUnavailable, Score
+from slipstream.rewards.base import Episode, RewardUnavailable, Score, text_of
 from slipstream.rewards.endpoint import Endpoint
 
 log = get_log("rewards.reward_model")
@@ -70,7 +70,8 @@ class RewardModel:
         if isinstance(episode.prompt, str):
             body["input"] = episode.prompt + episode.answer
         else:
-            body["messages"] = [dict(message) for message in episode.messages]
+            # The images are not here, and a template for texts would print lists of parts as they are.
+            body["messages"] = [{**message, "content": text_of(message.get("content"))} for message in episode.messages]
         reply = await self.endpoint.post("/classify", body)
         try:
             value = float(reply["data"][0]["probs"][self.label])

@@ -1,8 +1,11 @@
 """The episode that rewards get."""
 
 from dataclasses import replace
+from typing import Any
 
-from slipstream.rewards.base import EpisodeTurn
+import pytest
+
+from slipstream.rewards.base import EpisodeTurn, text_of
 from tests.rewards.episodes import episode
 
 
@@ -20,3 +23,17 @@ def test_an_episode_shows_its_dialogue_and_its_last_action() -> None:
         ("assistant", "open it"),
     ]
     assert replace(subject, prompt="Play.").messages[0] == {"role": "user", "content": "Play."}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, ""),
+        ([{"type": "image"}, {"type": "text", "text": "Which?"}], "<image>Which?"),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}, "Which?"], "<image>Which?"),
+        ([{"type": "text", "text": None}, {}], "<text><part>"),
+    ],
+)
+def test_contents_as_text(content: Any, text: str) -> None:
+    assert text_of(content) == text

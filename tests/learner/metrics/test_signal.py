@@ -1,11 +1,13 @@
 """Warnings of a training without a learning signal."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import structlog
 
-from slipstream.learner.metrics.signal import STEPS_IN_A_ROW, SignalWatch
+from slipstream.configs.schema.rollout import SamplingConfig
+from slipstream.learner.metrics.signal import STEPS_IN_A_ROW, SignalWatch, has_fixed_length
 
 SOUND = {"reward": 0.5, "reward_std": 0.4, "groups_without_spread": 0.5, "answers_cut_off": 0.1, "grad_norm": 1.0}
 EQUAL = SOUND | {"reward": 0.0, "reward_std": 0.0, "groups_without_spread": 1.0, "grad_norm": 0.0}
@@ -43,3 +45,11 @@ def test_sound_steps_log_nothing() -> None:
 def test_expected_findings_are_none() -> None:
     watch = SignalWatch(group_relative=False, fixed_length=True)
     assert warnings(watch, *[NO_SPREAD | CUT_OFF] * STEPS_IN_A_ROW) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fixed"),
+    [({"max_tokens": 1}, True), ({"max_tokens": 8, "ignore_eos": True}, True), ({"max_tokens": 2}, False)],
+)
+def test_answers_of_fixed_length(sampling: Mapping[str, Any], fixed: bool) -> None:
+    assert has_fixed_length(SamplingConfig(**sampling)) is fixed

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ async def test_the_last_rating_is_scaled(reply: str, value: float, rating: float
     (message,) = body["messages"]
     assert message["role"] == "user"
     assert all(part in message["content"] for part in ("2+3=", "an answer", "5"))
+
+
+async def test_prompt_of_parts_is_text() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
+    prompt = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
+    endpoint = Endpoint(completion("Score: 10"))
+    with judging(endpoint, template="{prompt}|{answer}") as judge:
+        await judge(replace(episode("red"), prompt=prompt))
+        await judge.endpoint.close()
+    ((_, body, _),) = endpoint.requests
+    assert body["messages"][0]["content"] == "Be short.\n\n<image>Which colour?|red"
 
 
 async def test_fields_in_an_answer_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,12 @@ def models() -> list[psutil.Process]:
     return [child for child in living if '"batch": 2,' in child.cmdline()[-1]]
 
 
-@pytest.mark.parametrize("subject", [episode, chat])
+def parts(answer: str) -> Episode:
+    content = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3="}]
+    return replace(episode(answer), prompt=[{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("subject", [episode, chat, parts])
 async def test_scores_in_a_batch_equal_those_of_transformers(reward: RewardModel, folder: Path, subject: Any) -> None:
     scores = await asyncio.gather(*(reward(subject(answer)) for answer in ANSWERS))
     wanted = [expected(folder, f"2+3={answer}")[1] for answer in ANSWERS]
