@@ -19,7 +19,10 @@ from slipstream.configs.schema.run import EnvConfig, RewardConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions
 from slipstream.env.registry import BUILT_IN_TOOLS, build_env
 from slipstream.rewards.base import Episode, EpisodeTurn
-from slipstream.rewards.registry import find_rewards
+from slipstream.rewards.functions.by_source import BySource
+from slipstream.rewards.functions.code import Code
+from slipstream.rewards.registry import find_reward, find_rewards
+from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
 
 SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
@@ -156,8 +159,9 @@ def _length_problems(where: str, tokens: int, rollout: RolloutConfig) -> list[st
 
 
 async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Observation, report: Report) -> None:
-    """Scores the reference, or without one an empty answer, and a wrong answer."""
-    answers = {"reference" if task.reference else "empty": task.reference, "wrong": WRONG}
+    """Scores the reference, or where that is no answer an empty one, and a wrong answer."""
+    right = "" if _reference_is_tests(config, task) else task.reference
+    answers = {"reference" if right else "empty": right, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
     scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}))
     try:
@@ -173,14 +177,33 @@ async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Obser
     total = report.rewards["sum"]
     if "empty" in total and total["empty"] > 0:
         report.problems.append(
-            f"rewards: the task has no reference, and an empty answer scores {total['empty']:g}; where only the env's "
-            "sessions give rewards, use rewards=[{name: none}]"
+            f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
+            "rewards=[{name: none}]"
         )
     if not has_sessions(env) and "reference" in total and total["reference"] <= total["wrong"]:
         report.problems.append(
             f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
             f"{total['wrong']:g}: nothing would be learned; does the reward expect another form of the answer?"
         )
+
+
+def _reference_is_tests(config: RunConfig, task: Task) -> bool:
+    """True if the reward `code` takes the reference as the tests of a program."""
+    for term in reward_terms(config):
+        if (term.function or term.name) not in ("code", "by_source"):
+            continue
+        reward = find_reward(term)
+        function = reward.function
+        try:
+            if isinstance(function, BySource):
+                function = function.reward_of(task.info)[1].function
+            if isinstance(function, Code) and not function.has_tests(task.info):
+                return True
+        except ValueError:  # a source without a reward, which scoring reports
+            continue
+        finally:
+            close_rewards([reward])
+    return False
 
 
 def _episode(task: Task, opening: Observation, answer: str) -> Episode:

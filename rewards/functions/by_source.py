@@ -58,7 +58,7 @@ class BySource:
 
     async def __call__(self, episodes: Sequence[Episode]) -> Sequence[Score]:
         """See the class; the episodes are of one task. Raises: RewardFailed too."""
-        label, reward = self._reward(episodes[0].info.get(self.key))
+        label, reward = self.reward_of(episodes[0].info)
         if reward.is_async:
             scores = await reward.score_async(episodes)
         else:  # outside of the event loop, as elsewhere: it may call asyncio.run itself
@@ -70,8 +70,9 @@ class BySource:
         """Ends what the rewards have started."""
         close_rewards([*self._found.values(), *([] if self._default is None else [self._default])])
 
-    def _reward(self, source: object) -> tuple[str, Reward]:
-        """The pattern that the source matches, and its reward. Raises: ValueError."""
+    def reward_of(self, info: Mapping[str, Any]) -> tuple[str, Reward]:
+        """The pattern that a task's source matches, and its reward. Raises: ValueError."""
+        source = info.get(self.key)
         for pattern in (*self._found, *KNOWN_SOURCES):
             if isinstance(source, str) and fnmatchcase(source, pattern):
                 # A known one is built here: most runs need one of them, and each may need a package of its own.

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass as frozen
 from typing import Any, Final, Literal
@@ -86,6 +86,10 @@ class Code:
         passed, late = (outcomes.count(each) / len(outcomes) for each in ("passed", "timeout"))
         value = passed if self.partial else float(passed == 1)
         return Score(value, {"parsed": 1.0, "passed": passed, "timeout": late})
+
+    def has_tests(self, info: Mapping[str, Any]) -> bool:
+        """False if a task's tests are its reference, which then is no answer."""
+        return self.tests in info
 
     async def _run(self, program: str, test: Case) -> Outcome:
         parts = [part for part in (self.setup, program, test.checks) if part]

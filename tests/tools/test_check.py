@@ -65,6 +65,24 @@ class Silent:
         return "silent"
 
 
+class Programs(Silent):
+    """An env whose references are the tests of a program."""
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task("12c", "assert r == 3", {"data_source": "apps"})
+
+
+_CODE = "{name: code, options: {allow_unconfined: true}}"
+
+
+@pytest.mark.parametrize("reward", [_CODE, f"{{name: by_source, options: {{rewards: {{apps: {_CODE}}}}}}}"])
+def test_reference_of_tests_is_no_answer(capsys: pytest.CaptureFixture[str], reward: str) -> None:
+    env = ["env.name=tests.tools.test_check:Programs", "env.options={}"]
+    code, report = _checked(capsys, *env, f"rewards=[{reward}]", "eval.reward=null")
+    assert (code, report["problems"]) == (0, [])
+    assert report["rewards"]["sum"] == {"empty": 0.0, "wrong": 0.0}
+
+
 def constant(answer: str, reference: str, info: object) -> float:
     return 0.5
 
