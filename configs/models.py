@@ -179,7 +179,7 @@ def vocabulary_size(model: Path) -> int:
     raise ConfigError(f"{model / 'config.json'} has no vocab_size; choose a causal language model")
 
 
-VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl")
+VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images are played and trained on."""
 _PLACEHOLDERS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 

@@ -22,7 +22,7 @@ VOCABULARY = len(VISION.tokens)
 PLACEHOLDERS = tuple(range(2, 6))
 """Start, end, image and video."""
 IMAGE_TOKEN = 4
-FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _TEXT: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -62,7 +62,8 @@ def _write_other(folder: Path, family: str) -> None:
     config, kind, processor = _KINDS[family]
     head: dict[str, Any] = {}
     if family == "qwen3_vl":
-        head = {"head_dim": 32, "rope_parameters": _TEXT["rope_parameters"] | {"mrope_interleaved": True}}
+        rope = {"mrope_interleaved": True, "mrope_section": [6, 5, 5]}
+        head = {"head_dim": 32, "rope_parameters": _TEXT["rope_parameters"] | rope}
     torch.manual_seed(0)
     made = kind(config(text_config=_TEXT | head, vision_config=_VISION[family], tie_word_embeddings=True, **_TOKENS))
     made.save_pretrained(folder)

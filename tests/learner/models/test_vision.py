@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.env.builtin.colours import Colours
@@ -16,7 +17,7 @@ from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from tests.vision import FAMILIES, PLACEHOLDERS, VOCABULARY, vision_sequences, write_vision_model
+from tests.vision import FAMILIES, IMAGE_TOKEN, PLACEHOLDERS, VOCABULARY, vision_sequences, write_vision_model
 
 TOLERANCE = 1e-5
 
@@ -56,6 +57,21 @@ def test_packed_is_unpacked_and_depends_on_the_picture(
         (batch,) = pack([TokenSequence(sequences[2].token_ids, sequences[2].action_mask, read)], token_budget=1000)
         changed = score_actions(model, batch, temperature=1.0).logprobs_A
     assert (changed - alone[2].logprobs_A).abs().max() > 100 * TOLERANCE
+
+
+def test_log_probs_are_those_of_transformers(folder: Path, world: World, sequences: list[TokenSequence]) -> None:
+    model, (batch,) = load(folder, world), pack(sequences, token_budget=1000)
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    with torch.no_grad():
+        packed = score_actions(model, batch, temperature=1.0, whole_vocabulary=True).logprobs_A
+        for row in batch.rows_B.tolist():
+            ids, images = torch.from_numpy(sequences[row].token_ids)[None], sequences[row].images
+            inputs = {} if images is None else {"pixel_values": images.pixels_PD, "image_grid_thw": images.grids_I3}
+            kinds = (ids == IMAGE_TOKEN).int()  # by which transformers finds positions
+            logits = plain(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits[0, :-1]
+            found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[-3:, 0])
+    assert (packed - torch.cat(found)).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("whole", [False, True])
