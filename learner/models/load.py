@@ -22,7 +22,7 @@ from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.moe import prepare_experts, routers
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.recurrent import separate_sequences
-from slipstream.learner.models.scoring import score_share
+from slipstream.learner.models.scoring import check_head, score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
 from slipstream.learner.parallel.context import context_of, split_batches
@@ -64,6 +64,8 @@ def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
     if options.lora is not None:
         add_adapters(model, decoder_of(model), options.lora, dtype=options.dtype)
     load_and_check(loader, model, lambda share: score_share(model, share, temperature=1.0), options, world)
+    check_head(model, vocabulary=vocabulary_of(model), dtype=options.dtype, device=world.device)
+    reshard(model)
     return model
 
 

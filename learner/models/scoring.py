@@ -1,27 +1,27 @@
 """Log-probs of actions under the learner's weights, from the distribution that was sampled.
 
-# A actions, C some of them, V vocabulary
+# A actions, D hidden size
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from types import MethodType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import register_fsdp_forward_method
 
-from slipstream.learner.data.packing import MicroBatch
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.data.packing import MicroBatch, all_actions, pack
+from slipstream.learner.models.fused_head import Entropy, HeadScores, LogitRule, score_states
 from slipstream.learner.models.vision import unsampled_tokens, zero_of_encoder
 from slipstream.learner.parallel.context import context_of
 
-Entropy = Literal["none", "value", "gradient"]
-
-IMPOSSIBLE = -1e30
-"""Logit of a token that is never sampled; not -inf, of which 0 times it, in the entropy, would not be 0."""
-LOGITS_AT_ONCE = 2**26
-"""In fp32, of which a softmax holds several copies: those of 32,000 actions over 150,000 tokens fit on no GPU."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
+"""Relative error of logits: larger than that of rounding, smaller than that of another formula."""
+_METHOD = "score_hidden_states"
+_CHECKED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,28 @@ def score_actions(
     entropy: Entropy = "none",
     collision: bool = False,
     whole_vocabulary: bool = False,
+    kept_bytes: int = 0,
 ) -> ActionScores:
     """log π of the batch's actions; a collective where its tokens are split over ranks.
 
-    Logits are computed only where an action is predicted, and divided by the sampling temperature: the engine draws
-    from that distribution.
+    Logits are computed only where an action is predicted, a tile of the vocabulary at a time, and divided by the
+    sampling temperature: the engine draws from that distribution.
 
     Args:
-        entropy: also compute it, as a value or with its gradient, which takes the memory of one more softmax.
-        collision: also compute it.
+        entropy: also compute it, as a value or with its gradient.
+        collision: also compute it, without gradient.
         whole_vocabulary: give probability also to tokens that are never sampled.
+        kept_bytes: most memory for logits that are kept for the backward pass; it computes others a second time.
     """
     share = batch.split(context_of(model))
     scores = score_share(
-        model, share, temperature=temperature, entropy=entropy, collision=collision, whole_vocabulary=whole_vocabulary
+        model,
+        share,
+        temperature=temperature,
+        entropy=entropy,
+        collision=collision,
+        whole_vocabulary=whole_vocabulary,
+        kept_bytes=kept_bytes,
     )
     return ActionScores(
         share.of_whole(scores.logprobs_A),
@@ -73,46 +81,57 @@ def score_share(
     entropy: Entropy = "none",
     collision: bool = False,
     whole_vocabulary: bool = False,
+    kept_bytes: int = 0,
 ) -> ActionScores:
     """`score_actions` of one rank's share of a micro-batch, for its actions only."""
-    logits_1AV = model(logits_to_keep=batch.action_positions_A, **batch.model_inputs()).logits
-    logits_AV = logits_1AV[0]
-    if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
-        logits_AV = logits_AV + zero
-    unsampled = () if whole_vocabulary else unsampled_tokens(model)
-    if unsampled:
-        logits_AV = logits_AV.index_fill(1, torch.tensor(unsampled, device=logits_AV.device), IMPOSSIBLE)
-    rows = max(1, LOGITS_AT_ONCE // logits_AV.shape[1])
-    score = partial(_score, temperature=temperature, entropy=entropy, collision=collision)
-    if len(logits_AV) <= rows:
-        return ActionScores(*score(logits_AV, batch.actions_A))
-    parts = [
-        # The backward pass recomputes each part's softmax, so that only one is in memory.
-        ActionScores(*checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
-        for part in zip(logits_AV.split(rows), batch.actions_A.split(rows), strict=True)
-    ]
-    return ActionScores(
-        torch.cat([part.logprobs_A for part in parts]),
-        _joined([part.entropy_A for part in parts]),
-        _joined([part.collision_A for part in parts]),
-    )
+    rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
+    if not hasattr(model, _METHOD):
+        setattr(model, _METHOD, MethodType(_score, model))
+        # Then FSDP gathers the head before it, as before a forward pass, and reduces the head's gradient.
+        register_fsdp_forward_method(model, _METHOD)
+    return ActionScores(*getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes))
 
 
 def _score(
-    logits_CV: Tensor, actions_C: Tensor, *, temperature: float, entropy: Entropy, collision: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    logprobs_CV = (logits_CV.float() / temperature).log_softmax(-1)
-    return (
-        logprobs_CV.gather(1, actions_C[:, None])[:, 0],
-        None if entropy == "none" else _entropy(logprobs_CV if entropy == "gradient" else logprobs_CV.detach()),
-        (2 * logprobs_CV).exp().sum(-1) if collision else None,
+    model: Any, batch: MicroBatch, rule: LogitRule, entropy: Entropy, collision: bool, kept_bytes: int
+) -> HeadScores:
+    head = model.get_output_embeddings()
+    return score_states(
+        _hidden_states(model, batch),
+        head.weight,
+        head.bias,
+        batch.actions_A,
+        rule,
+        entropy=entropy,
+        collision=collision,
+        kept_bytes=kept_bytes,
     )
 
 
-def _entropy(logprobs_CV: Tensor) -> Tensor:
-    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:
+    """Hidden state before each action, shape [A, D]."""
+    states_1ND = getattr(model, "model", model.base_model)(**batch.model_inputs()).last_hidden_state
+    states_AD: Tensor = states_1ND[0, batch.action_positions_A]
+    if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
+        states_AD = states_AD + zero
+    return states_AD
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    computed = [part for part in parts if part is not None]
-    return torch.cat(computed) if computed else None
+@torch.no_grad()
+def check_head(model: nn.Module, *, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compares scores with those from the model's own logits, for a few tokens; a collective.
+
+    Raises: ConfigError when they differ: then the model computes logits by a formula that `LogitRule` lacks.
+    """
+    tokens = np.setdiff1d(np.arange(min(vocabulary, 4 * _CHECKED_TOKENS)), unsampled_tokens(model))[:_CHECKED_TOKENS]
+    (batch,) = pack([all_actions(tokens)], token_budget=len(tokens))
+    batch = batch.to(device)
+    found_A = score_share(model, batch, temperature=1.0, whole_vocabulary=True).logprobs_A
+    logits_AV = model(**batch.model_inputs()).logits[0].float()
+    expected_A = logits_AV.log_softmax(-1).gather(1, batch.actions_A[:, None])[:, 0]
+    off = float((found_A - expected_A).abs().mean() / logits_AV.std())
+    if not off <= TOLERANCE[dtype]:  # NaN neither
+        raise ConfigError(
+            f"{type(model).__name__} can't be trained by this learner: log-probs from its head differ by {off:.1%} of "
+            "the spread of its logits from those that it computes itself; choose another model"
+        )

@@ -23,9 +23,10 @@ from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_figures
 from slipstream.learner.models.optim import DivergedError, descend, learning_rate, set_learning_rate
-from slipstream.learner.models.scoring import Entropy, score_actions
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")

@@ -1,6 +1,7 @@
 """Scores of packed actions, compared with those that transformers computes for each sequence alone."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch, pack
-from slipstream.learner.models import attention, scoring
-from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models import attention
+from slipstream.learner.models.scoring import check_head, score_actions
 from tests.learner.recorded import VOCABULARY, trajectory, vivid
 
 LENGTHS = (9, 9, 23, 4, 9, 2, 40, 17)
@@ -143,35 +145,20 @@ def test_scores_are_of_sampled_distribution(
         torch.testing.assert_close(found_A, expected_A, atol=TOLERANCE, rtol=0)
 
 
-def test_large_softmax_is_computed_in_parts(
-    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = models[0], packed_whole(trajectories)
-    figures: list[list[Tensor]] = []
-    saved: list[int] = []
-    for rows in (batch.actions, batch.actions // 2):
-        monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", rows * VOCABULARY)
-        kept: list[Tensor] = []
-
-        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
-            kept.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            scored = score_actions(model, batch, temperature=0.7, entropy="gradient", collision=True)
-        assert scored.entropy_A is not None and scored.collision_A is not None
-        model.zero_grad()
-        (scored.logprobs_A + scored.entropy_A + scored.collision_A).mean().backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        figures.append([scored.logprobs_A, scored.entropy_A, scored.collision_A, *gradients])
-        saved.append(sum(tensor.shape == (rows, VOCABULARY) for tensor in kept))
-    torch.testing.assert_close(*figures, atol=TOLERANCE, rtol=1e-4)
-    assert saved[1] == 2 < saved[0], "the two parts of the logits themselves"
-
-
 def test_empty_micro_batch_has_backward_pass(models: tuple[nn.Module, nn.Module]) -> None:
     scored = score_actions(models[0], empty_micro_batch(), temperature=1.0, entropy="gradient")
     assert scored.logprobs_A.shape == (0,)
     scored.logprobs_A.sum().backward()
     for name, parameter in models[0].named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("setting", ["logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"])
+def test_head_of_another_formula_is_refused(models: tuple[Any, Any], setting: str) -> None:
+    """The class of the model ignores the setting, so that it stands for a formula that is not known."""
+    model, _ = models
+    check = partial(check_head, model, vocabulary=VOCABULARY, dtype=torch.float32, device=torch.device("cpu"))
+    check()
+    setattr(model.config, setting, 0.5)
+    with pytest.raises(ConfigError, match=type(model).__name__):
+        check()

@@ -167,7 +167,8 @@ def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World
     exported = load_file(two_ranks.folder / "adapter" / "adapter_model.safetensors")
     for trainer in (alone, continued):
         for name, tensor in AdapterStateDict(trainer.model, dtype=torch.float32).gather():
-            torch.testing.assert_close(exported[name], tensor, atol=1e-6, rtol=1e-4)
+            # AdamW divides by the size of a gradient, however small that is.
+            torch.testing.assert_close(exported[name], tensor, atol=1e-5, rtol=1e-4)
     assert train(continued, groups, [1])[0] == pytest.approx(train(alone, groups, [1])[0], abs=1e-4, rel=1e-3)
 
 
