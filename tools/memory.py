@@ -9,12 +9,12 @@ import torch
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.learner.models import fused_head
 from slipstream.learner.models.footprint import ModelSize, activation_bytes
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import MeshSizes
 
 FP32 = 4
-FEWEST_COLUMNS, KEPT_BYTES, TILE, TILE_ON_GPU = 256, 2**29, 2**22, 2**25
 MASTER_BYTES = FP32
 """Of a weight and of its gradient, which optimizers work on."""
 CONTEXT_BYTES = 1.5e9
@@ -37,6 +37,7 @@ class LearnerSetting:
     dtype: torch.dtype
     tokens: int
     """Of the largest micro-batch: the budget, or the longest sequence."""
+    logits_bytes: int
     checkpointing: Checkpointing
     optimizer: str
     offload: bool
@@ -51,8 +52,10 @@ class LearnerSetting:
         learner = config.learner
         return cls(
             mesh=mesh,
-            dtype=getattr(torch, config.model.dtype),
+            # Unset, it is that of a GPU, which this machine may not have.
+            dtype=getattr(torch, config.model.dtype) if "dtype" in config.model.model_fields_set else torch.bfloat16,
             tokens=max(learner.token_budget, longest_sequence(config)),
+            logits_bytes=learner.logits_bytes,
             checkpointing=learner.activation_checkpointing,
             optimizer=learner.optimizer.name,
             offload=learner.offload,
@@ -201,6 +204,6 @@ def _head(setting: LearnerSetting, size: ModelSize, hidden: int) -> float:
     tokens = setting.rank_tokens
     states = tokens * hidden * (2 * setting.dtype.itemsize + FP32)
     kept = tokens * size.head / hidden * setting.dtype.itemsize
-    if not setting.on_gpu and kept <= KEPT_BYTES:
-        return states + kept + FP32 * TILE
-    return states + 3 * FP32 * max(TILE_ON_GPU if setting.on_gpu else TILE, FEWEST_COLUMNS * tokens)
+    tile = fused_head.TILE["cuda" if setting.on_gpu else "cpu"]
+    tiles = 3 * FP32 * max(tile, fused_head.FEWEST_COLUMNS * tokens)
+    return states + tiles + (kept if kept <= setting.logits_bytes else 0)

@@ -261,6 +261,9 @@ class LearnerConfig(Section):
     """Optimizer updates per step, each on an equal share of the groups."""
     token_budget: int = Field(default=16384, ge=8)
     """Maximal tokens of one packed micro-batch."""
+    logits_bytes: int = Field(default=1 << 29, ge=0)
+    """Most memory for the logits of a micro-batch, which are kept for its backward pass; those of a larger one are
+    computed a second time."""
     advantage: AdvantageConfig = GrpoConfig()
     loss: LossConfig = PpoConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
+from slipstream.configs.runtime.hardware import Dtype, fastest_dtype
 from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
@@ -82,6 +83,10 @@ class LoraConfig(Section):
         return targets
 
 
+def _resolved(dtype: object) -> object:
+    return fastest_dtype() if dtype == "auto" else dtype
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or model, or a tiny model that is built for the run."""
 
@@ -95,8 +100,9 @@ class ModelConfig(Section):
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
     `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template; `vision` is a
     Qwen2.5-VL with small letters, digits and a chat template."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the engine and of the learner's forward and backward pass (master weights are float32)."""
+    dtype: Annotated[Dtype, BeforeValidator(_resolved)] = Field(default="auto", validate_default=True)
+    """Precision of the engine and of the learner's forward and backward pass (master weights are float32); `auto`:
+    bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs."""
     train_vision_encoder: bool = False
     """Train the vision encoder of a vision-language model, too. Engines then compute each image's features again after
     every update."""

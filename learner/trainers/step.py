@@ -160,7 +160,13 @@ class Trainer:
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
         for batch in batches:
-            scores = score_actions(self.model, batch, temperature=self.sampling.temperature, entropy=entropy)
+            scores = score_actions(
+                self.model,
+                batch,
+                temperature=self.sampling.temperature,
+                entropy=entropy,
+                kept_bytes=self.learner.logits_bytes,
+            )
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue

@@ -90,6 +90,7 @@ def expected_peak(case: Any, model: Path, *, ranks: int) -> dict[str, float]:
         mesh=MeshSizes(dp_shard=ranks),
         dtype=getattr(torch, case.dtype),
         tokens=case.token_budget,
+        logits_bytes=case.config(model).learner.logits_bytes,
         checkpointing=case.checkpointing,
         optimizer=case.optimizer,
         offload=case.offload,
