@@ -85,7 +85,7 @@ async def test_the_last_rating_is_scaled(reply: str, value: float, rating: float
 
 async def test_prompt_of_parts_is_text() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
-    prompt = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
+    prompt: list[dict[str, Any]] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
     endpoint = Endpoint(completion("Score: 10"))
     with judging(endpoint, template="{prompt}|{answer}") as judge:
         await judge(replace(episode("red"), prompt=prompt))
