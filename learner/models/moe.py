@@ -3,7 +3,8 @@
 # N packed input tokens, M layers with experts, E experts of a layer, K of them chosen for a token
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,15 @@ class Routing:
 
     Attributes:
         experts, per_token: E and K.
+        replays: use the experts that are given.
+        record: where not None, receives the experts of each pass, shape [N, K].
     """
 
     def __init__(self, module: Any, *, replays: bool) -> None:
-        """`module`: a router of transformers; its forward pass is replaced. `replays`: use the engine's choices."""
+        """`module`: a router of transformers; its forward pass is replaced."""
         self.experts, self.per_token = router_sizes(module) or (0, 0)
-        self._replays = replays
+        self.replays = replays
+        self.record: list[Tensor] | None = None
         self._given_NK: Tensor | None = None
         self._padding = 0
         self._forward = module.forward
@@ -59,7 +63,7 @@ class Routing:
         Args:
             padding: number of its last tokens that do not count.
         """
-        self._given_NK = given_NK if self._replays else None
+        self._given_NK = given_NK if self.replays else None
         self._padding = padding
 
     def take_counts(self) -> Tensor:
@@ -89,6 +93,8 @@ class Routing:
             if given_NK.shape != own_NK.shape:
                 raise ValueError(f"replayed experts of shape {given_NK.shape}, the router's {own_NK.shape}")
             chosen_NK = torch.where(given_NK >= 0, given_NK, own_NK)
+        if self.record is not None:
+            self.record.append(chosen_NK)
         if torch.is_grad_enabled():
             self._count(chosen_NK, own_NK, given_NK)
         return scores_NE.gather(1, chosen_NK), chosen_NK
@@ -194,6 +200,43 @@ class _Give:
         return args, kwargs
 
 
+@contextmanager
+def recorded_experts(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """Context that records the experts of its passes: the list then has them for all tokens, shape [1, N, M, K].
+
+    It stays empty without experts.
+    """
+    found, routings = list[Tensor](), _routings(decoder)
+    for routing in routings:
+        routing.record = []
+    try:
+        yield found
+        if routings:
+            found.append(torch.stack([torch.cat(routing.record or []) for routing in routings], dim=1)[None])
+    finally:
+        for routing in routings:
+            routing.record = None
+
+
+@contextmanager
+def replayed_experts(decoder: nn.Module) -> Iterator[None]:
+    """Context in which passes use the experts that are given, whatever is configured."""
+    routings = _routings(decoder)
+    own = [routing.replays for routing in routings]
+    for routing in routings:
+        routing.replays = True
+    try:
+        yield
+    finally:
+        for routing, replays in zip(routings, own, strict=True):
+            routing.replays = replays
+
+
+def _routings(model: nn.Module) -> list[Routing]:
+    """Those of the model's routers, in the order of the layers."""
+    return [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
+
+
 def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
     """Metrics of the forward passes with gradient since the last call, on all ranks; empty without experts.
 
@@ -201,7 +244,7 @@ def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
     share of experts without a token, both averaged over the layers; `experts/replayed` is the share of tokens whose
     experts were given, and `experts/changed` the share of those for which the router would have chosen others.
     """
-    found = [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
+    found = _routings(model)
     if not found:
         return {}
     counts = [routing.take_counts() for routing in found]

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
+from slipstream.learner.models.moe import recorded_experts, replayed_experts
 from slipstream.learner.parallel.context import ContextParallel
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
@@ -45,7 +47,8 @@ def check_packing(
 ) -> None:
     """Compares packed sequences under the learner's attention with each alone under that of transformers; a collective.
 
-    Attention windows are narrowed for the check, so that a few tokens show whether they are kept.
+    Attention windows are narrowed for the check, so that a few tokens show whether they are kept. The experts of packed
+    tokens are those chosen alone: in bfloat16 rounding may change a choice, and with it a token's states altogether.
 
     Args:
         decoder: the part of a transformers model that has its layers.
@@ -61,9 +64,12 @@ def check_packing(
     alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.token_ids))]
     layer = _first_layer_of_last_kind(decoder)
     with as_config_error(name), _narrow_windows(decoder):
-        packed_ND = _hidden_states(layer, run, together.to(device).split(context))
-        with _attention(config, "eager"):
+        with _attention(config, "eager"), recorded_experts(decoder) as experts:
             alone_ND = torch.cat([_hidden_states(layer, run, batch.to(device)) for batch in alone])
+        for chosen_1NMK in experts:
+            together = replace(together, routed_experts_1NMK=chosen_1NMK)
+        with replayed_experts(decoder):
+            packed_ND = _hidden_states(layer, run, together.to(device).split(context))
     off = _mean_error(packed_ND, alone_ND, context)
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(

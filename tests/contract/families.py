@@ -151,11 +151,11 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def write_family(folder: Path, name: str, **sizes: int) -> None:
+def write_family(folder: Path, name: str, *, seed: int = 0, **sizes: int) -> None:
     """Writes a model of one of `FAMILIES`, with other sizes than the usual ones where some are given."""
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**{**_SIZES, **family.settings, **sizes})
     model = AutoModelForCausalLM.from_config(config)
-    change(model, seed=0)
+    change(model, seed=seed)
     logging.disable_progress_bar()
     model.save_pretrained(folder)

@@ -21,7 +21,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models import attention
 from slipstream.learner.models.load import load_model
+from slipstream.learner.models.moe import routers
 from slipstream.learner.parallel.mesh import World
+from tests.contract.families import write_family
 from tests.learner.recorded import options_of, run_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -73,15 +75,26 @@ def test_unsupported_model_is_refused_in_one_line(kind: Any, problem: str, world
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_that_ignores_a_wide_window_is_refused(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = saved(WINDOWED, tmp_path)
-    layer = load(config, world).model.layers[1].self_attn
+    layer = load(config, world, dtype).model.layers[1].self_attn
     assert layer.config.sliding_window == WIDE
     monkeypatch.setattr(attention, "segments_mask", lambda **_: None)
     with pytest.raises(ConfigError, match=r"Qwen2MoeModel .*packed"):
-        load(config, world)
+        load(config, world, dtype)
+
+
+@pytest.mark.parametrize(("family", "seed"), [("gpt-oss", 12), ("DeepSeek-V3", 18)])
+def test_experts_that_rounding_changes_are_no_deviation(family: str, seed: int, world: World, tmp_path: Path) -> None:
+    write_family(tmp_path / "model", family, seed=seed)  # whose packed states, with their own experts, are off by > 3 %
+    model = load(run_config(tmp_path / "model", tmp_path), world, "bfloat16")
+    for router in routers(model):
+        routing: Any = router.routing
+        assert not routing.replays
+        assert routing.record is None
 
 
 def test_text_of_multimodal_model_passes(world: World, tmp_path: Path) -> None:
