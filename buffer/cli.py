@@ -72,7 +72,7 @@ async def serve(config: "RunConfig") -> int:
         groups_per_step=config.learner.groups_per_step,
         publish_every_steps=config.weights.publish_every_steps,
     )
-    log.info("expected use of groups where the learner is the bottleneck", **expected.log_fields)
+    log.info("use of groups estimated", bottleneck="learner", **expected.log_fields)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel_tasks(serving)

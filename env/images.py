@@ -48,6 +48,12 @@ def count_places(prompt: str | Sequence[Message]) -> int:
     return 0 if isinstance(prompt, str) else sum(_is_bare(part) for message in prompt for part in _parts(message))
 
 
+def has_marks(prompt: str | Sequence[Message]) -> bool:
+    """True if a text has the mark of an image."""
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return any(isinstance(text, str) and MARK in text for text in texts)
+
+
 def has_images(prompt: object) -> bool:
     """True for chat messages of which one has a part that is an image, or the place of one."""
     messages = prompt if isinstance(prompt, list | tuple) else ()

@@ -127,7 +127,11 @@ class BackgroundCheckpoint:
         self.state = state
         self._finish = partial(_finish, folder, state, world=world, keep=keep)
         self._world = world
-        stager = DefaultStager(StagingOptions(*[False] * 4))
+        stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
         copied: Any = stager.stage(_state(trained))
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written = thread.submit(_write, folder, copied, state, world, group)
@@ -301,8 +305,8 @@ def _restore(found: Path, trained: ModelsAndOptimizers, world: World) -> TrainSt
     problem = next(filter(None, world.gather(problem)), None)
     if problem is not None:
         raise CheckpointError(
-            f"{found} can't be loaded: {problem}; train with the release, the model, the model.lora and the "
-            "learner.critic that it was saved with"
+            f"{found} can't be loaded: {problem}; train with the release, the model, the model.lora, the "
+            "learner.critic and the learner.optimizer.name that it was saved with"
         )
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]

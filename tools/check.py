@@ -4,12 +4,13 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from slipstream.configs.arguments import read_run_arguments, run_parser
+from slipstream.configs.images import ImageError
 from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
@@ -17,6 +18,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import EnvConfig, RewardConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions
+from slipstream.env.images import separate_images
 from slipstream.env.registry import BUILT_IN_TOOLS, build_env
 from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rewards.functions.by_source import BySource
@@ -108,9 +110,10 @@ def reward_terms(config: RunConfig) -> list[RewardConfig]:
 
 async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report) -> None:
     # Imported here: transformers takes seconds, and mistakes in names are reported before.
+    from slipstream.rollout_servers.images import ImagePlaceholders
     from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
-    tokenizer = Tokenizer(model)
+    tokenizer, placeholders = Tokenizer(model), ImagePlaceholders.of(model)
     for split in SPLITS:
         if not env.size(split):
             continue
@@ -118,17 +121,25 @@ async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report)
         try:
             task = env.task(split, 0)
             opening = await _opening(env, task)
-            token_ids = tokenizer.encode(opening.messages, tools=opening.tools)
-        except (PromptError, TimeoutError) as error:
-            report.problems.append(f"{where}: its prompt can't be made: {format_error(error)}")
+            messages, images = separate_images(opening.messages, task.images)
+            opening = replace(opening, messages=messages)
+            token_ids = tokenizer.encode(messages, tools=opening.tools)
+            if images and placeholders is None:
+                raise PromptError("it has images, which this model does not take")
+            tokens = len(placeholders.expand(token_ids, images)[0] if placeholders is not None else token_ids)
+        except (PromptError, ImageError) as error:
+            report.problems.append(f"{where}: its prompt can't be made: {error}")
+            continue
+        except TimeoutError:
+            report.problems.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
             continue
         except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
             report.problems.append(f"{where}: {format_error(error)}")
             continue
         text = tokenizer.decode_whole(token_ids)
-        report.prompts[split] = {"text": text, "tokens": len(token_ids), "reference": task.reference}
+        report.prompts[split] = {"text": text, "tokens": tokens, "reference": task.reference}
         report.tools = list(opening.tools)
-        report.problems += _length_problems(where, len(token_ids), config.rollout)
+        report.problems += _length_problems(where, tokens, config.rollout)
         if split == "train":
             await _check_rewards(config, env, task, opening, report)
 

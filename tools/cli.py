@@ -139,6 +139,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
         from slipstream.configs.arguments import report_problems
         from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+        from slipstream.configs.runtime.logging import configure_logging
+    if argv is None:  # else the process has a caller, and logs as that one wants
+        configure_logging("slipstream", level="info", folder=None)
     try:
         _require_working_directory()
         return dispatch(

@@ -81,20 +81,26 @@ class FitReport:
     def text(self) -> str:
         """The report as lines."""
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.items() if size > 1) or "one rank"
-        lines = [f"{self.parameters / GB:.2f} B parameters; learner: {axes}; micro-batches of {self.tokens:,} tokens"]
-        lines += [f"  {name:<24}{size / GB:9.2f} GB" for name, size in self.learner.items()]
+        count = f"{self.parameters / 1e9:.2f} B" if self.parameters >= 1e8 else f"{self.parameters / 1e6:.2f} M"
+        lines = [f"{count} parameters; learner: {axes}; micro-batches of {self.tokens:,} tokens"]
+        lines += [f"  {name:<26}{_amount(size)}" for name, size in self.learner.items()]
         needed = sum(self.learner.values())
         verdict = "fits" if needed <= self.gpu_memory else "DOES NOT FIT"
-        lines.append(f"  {'each GPU of the learner':<24}{needed / GB:9.2f} GB of {self.gpu_memory / GB:g}: {verdict}")
-        lines += [f"  on the host: {name:<11}{size / GB:9.2f} GB" for name, size in self.host.items()]
+        lines.append(f"  {'each GPU of the learner':<26}{_amount(needed)} of {self.gpu_memory / GB:g} GB: {verdict}")
+        lines += [f"  on the host: {name:<13}{_amount(size)}" for name, size in self.host.items()]
         lines.append("engine")
-        lines += [f"  {name:<24}{size / GB:9.2f} GB" for name, size in self.engine.items()]
+        lines += [f"  {name:<26}{_amount(size)}" for name, size in self.engine.items()]
         verdict = "fits" if self.sequences else "DOES NOT FIT: raise rollout.engine.options.tensor_parallel_size"
-        lines.append(f"  {'longest sequences':<24}{self.sequences:9d} at once: {verdict}")
+        lines.append(f"  {'longest sequences':<26}{self.sequences:9,d} at once: {verdict}")
         lines += [f"remedy: {remedy}" for remedy in self.remedies]
         if self.proposed is not None:
             lines.append(f"a mesh that fits: {self.proposed}")
         return "\n".join(lines)
+
+
+def _amount(size: float) -> str:
+    """Bytes as a column of nine characters and a unit: tiny models take megabytes."""
+    return f"{size / GB:9.2f} GB" if abs(size) >= 1e7 else f"{size / 1e6:9.2f} MB"
 
 
 def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:

@@ -15,7 +15,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split, Task
 from slipstream.env.builtin.row_sources import Row, Source, open_sources
-from slipstream.env.images import count_places
+from slipstream.env.images import MARK, count_places, has_marks
 
 log = get_log("env.rows")
 
@@ -163,6 +163,11 @@ class _Shape:
         prompt, last = _prompt(_plain(_required(row, keys.prompt), images=True)), None
         if count_places(prompt) > len(images):
             raise ValueError(f"its prompt has more places for images than the {len(images)} images of the row")
+        if image_key is None and has_marks(prompt) and (unused := next(filter(row.get, IMAGE_KEYS), None)):
+            raise ValueError(
+                f"its prompt has {MARK}, but {unused}={_short(row[unused])} is not read: where texts are the paths of "
+                f"images, set env.options.image_key={unused}"
+            )
         answer = None if keys.answer is None else _answer(_plain(_required(row, keys.answer)))
         row = _plain({key: value for key, value in row.items() if key not in (keys.prompt, image_key)})
         if keys.prompt == "messages" and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":

@@ -64,7 +64,8 @@ class MeshSizes:
         if sizes.dp_shard * others != ranks:
             raise ConfigError(
                 f"learner.parallel: dp_replicate={sizes.dp_replicate} x dp_shard={sizes.dp_shard} x cp={sizes.cp} x "
-                f"tp={sizes.tp} must be the number of learner ranks, {ranks}"
+                f"tp={sizes.tp} must be the number of learner ranks, {ranks}: change the sizes, or the number that "
+                "torchrun starts"
             )
         return sizes
 

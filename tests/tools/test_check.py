@@ -10,11 +10,13 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig, RewardConfig
 from slipstream.env.base import Split, Task
 from slipstream.tools.check import command, plugin_problems
-from tests.tools.run_command import DEMO
+from tests.tools.run_command import DEMO, slipstream
+
+VISION = DEMO.parent / "recipes" / "colours.yaml"
 
 
-def _checked(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, Any]]:
-    code = command([str(DEMO), "--json", *overrides])
+def _checked(capsys: pytest.CaptureFixture[str], *overrides: str, config: Path = DEMO) -> tuple[int, dict[str, Any]]:
+    code = command([str(config), "--json", *overrides])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -33,6 +35,22 @@ def test_session_is_opened_for_its_prompt(capsys: pytest.CaptureFixture[str]) ->
     code, report = _checked(capsys, "env.name=gymnasium", options, "rollout.sampling.ignore_eos=false")
     assert code == 1  # the demo's alphabet has digits only
     assert "prompt" in report["problems"][0]
+
+
+def test_images_count_as_their_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = _checked(capsys, config=VISION)
+    assert (code, report["problems"]) == (0, [])
+    assert report["prompts"]["train"]["text"].count("<|image_pad|>") == 1
+    assert report["prompts"]["train"]["tokens"] > 29, "those of the text and one placeholder"
+
+
+def test_missing_image_is_named_and_logs_stay_out_of_the_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>colour?", "answer": "r", "image": "no.png"}))
+    options = "env.options={path: rows.jsonl, image_key: image, chat: true}"
+    done = slipstream("check", VISION, "--json", "env.name=rows", options, "eval.tasks=0", folder=tmp_path)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert all(part in problem for part in ("no.png", "image_unreadable"))
+    assert (done.returncode, "rows read" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

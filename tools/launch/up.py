@@ -20,7 +20,7 @@ from slipstream.configs.runtime.signals import StopSignals
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
-from slipstream.tools.launch.preflight import finished_problems, port_problems, prepare_folder
+from slipstream.tools.launch.preflight import finished_problems, mesh_problems, port_problems, prepare_folder
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -81,6 +81,7 @@ def command(argv: Sequence[str]) -> int:
         *([] if arguments.fresh else finished_problems(folder, config.model)),
         *model_problems(config.model, config.learner),
         *_key_problems(config.security),
+        *mesh_problems(config.learner.parallel),
         *_plugin_problems(config),
         *port_problems(config.redis, config.buffer, config.weights),
     ]

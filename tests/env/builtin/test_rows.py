@@ -387,6 +387,9 @@ def test_text_is_an_image_only_under_image_key(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {**qa(1), "image": "a.png"})
     assert (Rows(path).task("train", 0).images, Rows(path).task("train", 0).info) == ((), {"image": "a.png"})
     assert Rows(path, image_key="image").task("train", 0).images == ("a.png",)
+    write_lines(tmp_path / "a.jsonl", {**qa(1), "prompt": "<image> colour?", "image": "a.png"})
+    with pytest.raises(ConfigError, match="image_key=image"):
+        Rows(path)
 
 
 def test_parts_of_messages_keep_their_images(tmp_path: Path) -> None:
