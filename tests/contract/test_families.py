@@ -44,9 +44,9 @@ class Version:
 
 
 def distance(found: list[float], expected: list[float], dtype: str) -> float:
-    """Maximal |Δ| of log-probs; in bfloat16 the mean."""
+    """Maximal |Δ| of log-probs; in bfloat16, whose rounding chooses other experts for single tokens, the median."""
     differences = np.abs(np.subtract(found, expected))
-    return float(differences.max() if dtype == "float32" else differences.mean())
+    return float(differences.max() if dtype == "float32" else np.median(differences))
 
 
 @VLLM_WARNINGS
@@ -77,6 +77,7 @@ async def test_updated_engine_agrees_with_the_learner(engine_name: str, family: 
     try:
         assert distance(await engine.score(TOKENS), initial, dtype) < EXACT[dtype]
         for version in versions:
+            assert distance(await engine.score(TOKENS), version.logprobs, dtype) > 10 * EXACT[dtype]
             await engine.install(version.manifest.version, version.manifest, version.staging)
             await verify(engine, version.manifest, config.weights, dtype=dtype)
             assert distance(await engine.score(TOKENS), version.logprobs, dtype) < EXACT[dtype]
