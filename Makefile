@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-pipeline bench-weights bench-staleness sglang-check openenv-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -62,6 +62,11 @@ bench-buffer: setup
 bench-demo: setup
 	@PYTHON="$(PYTHON)" sh tools/bench/setup_trl.sh .trl
 	@$(BIN)/slipstream bench demo --trl-python .trl/bin/python $(ARGS)
+
+# A learner's step in turns with a plain loop and TRL (installed as for bench-demo): 10 minutes on idle cores
+bench-learner: setup
+	@PYTHON="$(PYTHON)" sh tools/bench/setup_trl.sh .trl
+	@$(BIN)/slipstream bench learner --trl-python .trl/bin/python $(ARGS)
 
 # Sharing of work among 256 rollout servers without engines
 bench-fleet: setup

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
+from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.learner.data.balance import SequenceCost, share_out
 from slipstream.learner.data.buffer_feed import StepData, build_step
 from slipstream.learner.models.layers import Checkpointing
@@ -50,6 +51,9 @@ class Case:
     optimizer: str = "adamw"
     offload: bool = False
     compile: bool = False
+    logits_bytes: int = 1 << 29
+    keep_freed: bool = False
+    """Freed memory stays in the process, as in the learner's."""
     steps: int = 1
     """After a short one, which fills caches and the optimizer's state."""
     threads: int = 1
@@ -65,6 +69,7 @@ class Case:
                 "learner": {
                     "groups_per_step": len(self.lengths),
                     "token_budget": self.token_budget,
+                    "logits_bytes": self.logits_bytes,
                     "advantage": "reinforce_plus_plus",
                     "optimizer": {"name": self.optimizer, "lr": 1e-6, "warmup_steps": 0},
                     "activation_checkpointing": self.checkpointing,
@@ -83,6 +88,8 @@ class Result:
     """Median."""
     peak_bytes: float
     """Of tensors on a GPU; on a CPU of resident memory, less that before the model was loaded."""
+    process_bytes: float
+    """Peak of the process's resident memory."""
     tokens: int
     flops: float
     """Of a step, on all ranks together, without recomputation."""
@@ -132,6 +139,8 @@ def run_case(workers: Workers, case: Case, *, ranks: int, environment: Mapping[s
 def _measure(folder: Path) -> None:
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     torch.set_num_threads(case.threads)
+    if case.keep_freed:
+        raise_malloc_thresholds()
     config = case.config(folder)
     world = join_world()
     matrix = _matrix_flops_per_s(world.device, getattr(torch, case.dtype))
@@ -150,6 +159,7 @@ def _measure(folder: Path) -> None:
     result = Result(
         step_s=median(durations_s),
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else _resident_bytes("VmHWM") - before,
+        process_bytes=_resident_bytes("VmHWM"),
         tokens=sum(case.lengths),
         flops=sum(map(cost.flops, case.lengths)),
         matrix_flops_per_s=matrix,
