@@ -12,6 +12,7 @@ PARTS = {
     "experts": ("slipstream.tools.bench.experts:command", "mismatch of engine and learner with router replay"),
     "fleet": ("slipstream.tools.bench.fleet:command", "sharing of work among many rollout servers"),
     "fit": ("slipstream.tools.bench.fit:command", "measured peaks of memory beside those of `slipstream fit`"),
+    "head": ("slipstream.tools.bench.head:command", "log-probs from hidden states, beside those from all logits"),
     "learner": ("slipstream.tools.bench.learner:command", "a learner's step, in turns with a plain loop and TRL"),
     "length": ("slipstream.tools.bench.length:command", "a learner's step by length of answers and number of ranks"),
     "pipeline": ("slipstream.tools.bench.pipeline:command", "what asynchrony gains, beside the limit"),

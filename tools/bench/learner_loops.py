@@ -86,6 +86,8 @@ def trl_step(folder: Path, case: dict[str, Any]) -> Callable[[], None]:
         processing_class=tokenizer(folder / "model"),
     )
     trainer.create_optimizer()
+    # As `train` sets it; the loss of each micro-batch is already a share of all tokens'.
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
     model = trainer.model.train()
     batches = padded(case)
 

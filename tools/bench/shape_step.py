@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -217,6 +217,14 @@ def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_of(call: Callable[[], None]) -> float:
+    """Peak of the process's resident memory during a call, less that before it."""
+    before = _resident_bytes("VmRSS")
+    _reset_peak(torch.device("cpu"))
+    call()
+    return _resident_bytes("VmHWM") - before
 
 
 def _reset_peak(device: torch.device) -> None:
