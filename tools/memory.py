@@ -25,6 +25,8 @@ ENGINE_SHARE = 0.9
 """Of the GPU, that vLLM takes by default (`gpu_memory_utilization`)."""
 ENGINE_WORK_BYTES = 2e9
 """Of vLLM, beside weights and KV cache."""
+WITHOUT_CACHE = ("linear", "conv", "mamba", "mlp", "moe")
+"""In the names of kinds of layers that keep nothing for each token."""
 STATE_BYTES = {"adamw": 2 * FP32, "adamw_8bit": 2 * (1 + FP32 / 256)}
 """Of an optimizer, for each weight; in 8 bits with a scale for each 256."""
 
@@ -35,6 +37,7 @@ class LearnerSetting:
 
     mesh: MeshSizes
     dtype: torch.dtype
+    """Of forward and backward passes."""
     tokens: int
     """Of the largest micro-batch: the budget, or the longest sequence."""
     logits_bytes: int
@@ -66,7 +69,7 @@ class LearnerSetting:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of it on each rank."""
+        """Tokens of the largest micro-batch on each rank."""
         return ceil(self.tokens / self.mesh.cp)
 
     @property
@@ -117,7 +120,7 @@ class Estimator:
     config: Any
     """Of transformers."""
     _activations: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False)
-    """What was simulated already."""
+    """Bytes, by what they depend on: a simulation takes seconds."""
 
     def learner(self, setting: LearnerSetting) -> Estimate:
         """The peak of a learner rank: the backward pass of its largest micro-batch, with all optimizer states."""
@@ -147,7 +150,7 @@ class Estimator:
         else:
             head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             numbers = 2 * head_size * max(1, ceil(text.num_key_value_heads / ranks))
-        layers = sum("linear" not in kind for kind in kinds)
+        layers = max(1, sum(not any(part in kind for part in WITHOUT_CACHE) for kind in kinds))
         return EngineEstimate(weights, cache, dtype.itemsize * layers * numbers)
 
     @property

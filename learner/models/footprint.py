@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -94,19 +95,23 @@ def activation_bytes(
     attention.register()
     kinds = getattr(config, "layer_types", None) or [""]
     period = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    layers: int = config.num_hidden_layers
+    if layers <= period:  # as where no period repeats
+        return _simulate(_rank_part(config, layers, tensor_parallel), tokens, dtype, checkpointing)
     shallow, deep = (
         _simulate(_rank_part(config, period * periods, tensor_parallel), tokens, dtype, checkpointing)
         for periods in SIMULATED_PERIODS
     )
-    return round(shallow + (deep - shallow) * (float(config.num_hidden_layers) / period - 1))
+    return round(shallow + (deep - shallow) * (layers / period - 1))
 
 
 def _rank_part(config: Any, layers: int, tensor_parallel: int) -> Any:
-    """The config of a model with fewer layers, of which a tensor-parallel rank has its part of heads and width."""
+    """The config of a model of so many layers, of which a tensor-parallel rank has its part of heads and width."""
     part = copy.deepcopy(config)
     part.num_hidden_layers = layers
-    if getattr(part, "layer_types", None):
-        part.layer_types = part.layer_types[:layers]
+    kinds = getattr(part, "layer_types", None) or []
+    if kinds and len(kinds) != layers:  # some configs compute them
+        part.layer_types = (kinds * ceil(layers / len(kinds)))[:layers]
     if getattr(part, "head_dim", None) is None:
         part.head_dim = part.hidden_size // part.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):

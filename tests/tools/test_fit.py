@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.learner.models.footprint import model_size
 from slipstream.tools.fit import FitReport, command, fit, memory
+from slipstream.tools.memory import Estimator
+from tests.contract.families import write_family
 
 SHAPES = Path(__file__).parents[2] / "tools" / "bench" / "shapes"
 ANSWERS_32K = SHAPES / "answers_32k.yaml"
@@ -87,3 +93,12 @@ def test_memory_sizes_have_units(text: str, size: float | None) -> None:
             memory(text)
     else:
         assert memory(text) == size
+
+
+@pytest.mark.parametrize(("family", "cached"), [("LFM2", 1), ("Falcon-H1", 2), ("Qwen3", 2)])
+def test_cache_is_of_layers_with_attention(family: str, cached: int, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    config = AutoConfig.from_pretrained(tmp_path)
+    engine = Estimator(model_size(config), config).engine(EngineConfig(), dtype=torch.bfloat16, gpu_bytes=80 * GB)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert engine.per_token == cached * 2 * 2 * head_size * config.num_key_value_heads

@@ -1,11 +1,14 @@
 """Sizes of models and of their activations, from configurations."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from slipstream.learner.models.footprint import activation_bytes, model_size
 from slipstream.learner.models.layers import Checkpointing
+from tests.contract.families import write_family
 
 QWEN3 = Qwen3Config(
     vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
@@ -47,3 +50,13 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
 def test_tensor_parallel_ranks_have_parts_of_the_width() -> None:
     whole, part = (activations(QWEN3, 512, "none", tensor_parallel=ranks) for ranks in (1, 2))
     assert 0.5 * whole < part < 0.8 * whole
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "LFM2", "Granite 4", "Falcon-H1"])
+def test_layers_of_several_kinds_are_estimated(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    config = AutoConfig.from_pretrained(tmp_path)
+    whole, recomputed = (
+        activation_bytes(config, tokens=64, dtype=torch.bfloat16, checkpointing=mode) for mode in ("none", "full")
+    )
+    assert whole > recomputed > 2 * 64 * config.hidden_size * 2, "the inputs of both layers"

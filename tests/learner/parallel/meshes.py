@@ -114,8 +114,8 @@ def load_large(folder: Path, config: RunConfig, world: World) -> Results:
     """Loads a model of about 150 MB and takes a snapshot of it, and measures the private memory of both."""
     peaks: list[int] = []
     build_trainer(config, world)  # torch and transformers import much at the first use
-    # A forward pass, such as that of the check, gathers some layers at a time.
-    with peak_of_private_bytes(peaks), patch.object(load, "check_packing"):
+    # Forward passes, such as those of the checks, gather some layers at a time, or the head.
+    with peak_of_private_bytes(peaks), patch.object(load, "check_packing"), patch.object(load, "check_head"):
         model = load_model(folder / LARGE, ModelOptions(dtype=torch.float32, attention="segments"), world)
     taker = SnapshotTaker(model, dtype=torch.bfloat16, bucket_bytes=1 << 20, device=world.device)
     with peak_of_private_bytes(peaks):
