@@ -52,7 +52,7 @@ def test_tensor_parallel_ranks_have_parts_of_the_width() -> None:
     assert 0.5 * whole < part < 0.8 * whole
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "LFM2", "Granite 4", "Falcon-H1"])
+@pytest.mark.parametrize("family", ["LFM2", "Falcon-H1"])
 def test_layers_of_several_kinds_are_estimated(family: str, tmp_path: Path) -> None:
     write_family(tmp_path, family)
     config = AutoConfig.from_pretrained(tmp_path)
