@@ -203,6 +203,7 @@ def _finish(folder: Path, state: TrainState, written: Written, world: World, *, 
 
 
 def _partial(folder: Path, state: TrainState) -> Path:
+    """The folder of a checkpoint while it is written."""
     return folder / f"{_name(state.step)}.partial"
 
 
@@ -282,6 +283,7 @@ def _set_aside(damaged: Path, reason: str, *, used: Path) -> None:
 
 
 def _damaged(folder: Path, steps: range) -> list[Path]:
+    """Damaged checkpoints of these steps."""
     return [path for path in folder.glob(f"step-*{DAMAGED}") if _step_of(path) in steps]
 
 
@@ -323,6 +325,7 @@ def _restore(found: Path, trained: ModelsAndOptimizers, world: World) -> TrainSt
 
 
 def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
+    """Trained weights (`model`) and moments (`optimizer`) by the model's name; a collective, without copies."""
     found: dict[str, Any] = {}
     for name, (model, optimizer) in trained.items():
         fresh = not optimizer.state
@@ -343,6 +346,7 @@ def _name(step: int) -> str:
 
 
 def _outdated(folder: Path, keep: int) -> list[Path]:
+    """All checkpoints but the latest `keep`."""
     return [folder / _name(step) for step in checkpoint_steps(folder)[:-keep]]
 
 

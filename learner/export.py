@@ -64,9 +64,12 @@ class ExportedFiles:
     """The files of weights in a folder, each written when it has all its tensors."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], *, name: str) -> None:
-        """Args:
-        tensors: all that will be added, of their shapes and dtypes, without data.
-        name: first part of the files' names.
+        """Divides the tensors among files of at most EXPORTED_BYTES.
+
+        Args:
+            folder: of the files; it exists before the first one is full.
+            tensors: all that will be added, of their shapes and dtypes, without data.
+            name: first part of the files' names.
         """
         self._folder = folder
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -96,6 +99,7 @@ class ExportedFiles:
 
 
 def _failure(call: Callable[[], None]) -> str | None:
+    """The message of a call's OSError or SafetensorError; None if it succeeds."""
     try:
         call()
     except (OSError, SafetensorError) as error:
@@ -114,7 +118,7 @@ def _start_export(source: Path, target: Path, model: nn.Module, dtype: torch.dty
 
 
 def _start_adapter(source: Path, target: Path, model: nn.Module) -> None:
-    """Raises: OSError."""
+    """Writes the adapter's configuration. Raises: OSError."""
     target.mkdir(parents=True, exist_ok=True)
     config = adapter_config(model) | {"base_model_name_or_path": str(source)}
     write_atomically(target / "adapter_config.json", [json.dumps(config, indent=2).encode()])

@@ -45,9 +45,12 @@ class LearnerSetting:
     optimizer: str
     offload: bool
     lora_rank: int | None = None
+    """Only adapters are trained; None: the whole model."""
     reference: bool = False
+    """A reference model is held, unless it is the base of an adapter."""
     critic: bool = False
     on_gpu: bool = True
+    """With the memory of CUDA, and the head's larger tiles."""
 
     @classmethod
     def of(cls, config: RunConfig, mesh: MeshSizes) -> "LearnerSetting":

@@ -102,7 +102,7 @@ def expected_peak(case: Any, model: Path, *, ranks: int) -> dict[str, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("fit", "Compare measured peaks of memory with computed ones, on a CPU.")
     parser.add_argument(
-        "--variants", type=int, default=len(VARIANTS), help=f"number of settings (default: all {len(VARIANTS)})"
+        "--variants", type=at_least(1), default=len(VARIANTS), help=f"number of settings (default: all {len(VARIANTS)})"
     )
     parser.add_argument("--tokens", type=at_least(16), default=TOKENS, help=f"of a micro-batch (default: {TOKENS})")
     return parser
