@@ -21,14 +21,15 @@ LARGEST = 99
 TRAIN, TEST = 2000, 200
 
 
-def row(source: str, question: str, truth: str, index: int) -> dict[str, Any]:
-    """A row as verl's preparation scripts write it."""
+def row(source: str, question: str, truth: str, index: int, **columns: Any) -> dict[str, Any]:
+    """A row as verl's preparation scripts write it, with further columns."""
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": question}],
         "ability": "code" if source == "mbpp" else "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"index": index},
+        **columns,
     }
 
 
@@ -53,14 +54,14 @@ def mbpp(source: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def mbpp_rows(tasks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row per task; the ground truth is its list of tests as JSON."""
+    """One row per task; the ground truth is a solution, `tests` the list of its tests as JSON."""
     for index, task in enumerate(tasks):
         text = task.get("text") or task["prompt"]  # the latter in the subset `sanitized`
         setup = task.get("test_setup_code") or "\n".join(task.get("test_imports") or ())
         tests = [f"{setup}\n{test}" if setup else test for test in task["test_list"]]
         shown = "\n".join(task["test_list"])
         question = f"{text}\nYour program must pass these tests:\n{shown}\nAnswer with a Python code block."
-        yield row("mbpp", question, json.dumps(tests), index)
+        yield row("mbpp", question, task["code"], index, tests=json.dumps(tests))
 
 
 def main() -> None:

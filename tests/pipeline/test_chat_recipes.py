@@ -127,8 +127,9 @@ def test_right_program_passes_tests_of_mbpp_rows(rows: Path) -> None:
     assert "assert add_8(1) == 9" in str(task.prompt)
     for added, value in ((8, 1.0), (9, 0.0)):
         answer = f"```python\ndef add_8(x):\n    return x + {added}\n```"
-        scored = asyncio.run(Code()(episode(answer, task.reference)))
+        scored = asyncio.run(Code()(episode(answer, info=task.info)))
         assert scored.value == value
+    assert asyncio.run(Code()(episode(task.reference, info=task.info))).value == 1.0
 
 
 def rows_config(rows: Path) -> EnvConfig:
