@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.configs import RunConfig
+from slipstream.configs.runtime.sandbox import SandboxUnavailable, find_interpreter
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 # Before anything imports torch: its threads would spin on cores that other processes of a test need.
@@ -71,6 +72,15 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of one embedded server for the session; tests differ by the names of their runs."""
     with embedded_redis(tmp_path_factory.mktemp("redis")) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Skips the tests where programs can't be run in the sandbox."""
+    try:
+        find_interpreter()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

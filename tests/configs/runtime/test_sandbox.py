@@ -23,6 +23,7 @@ from slipstream.configs.runtime.sandbox import (
     run_python,
 )
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 PATIENCE_S = 60.0
 LIMITS = SandboxLimits(cpu_s=2, wall_s=20)
 SLACK_S = 10.0  # of a busy machine, beyond a program's limits
@@ -75,14 +76,6 @@ ATTACKS: Mapping[str, tuple[str, str]] = {
     "printing 100 MB": ("for _ in range(100): print('x' * (1 << 20))", "output"),
 }
 """Program and how it ends, by attack."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _sandbox() -> None:
-    try:
-        find_interpreter()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

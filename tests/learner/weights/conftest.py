@@ -1,6 +1,7 @@
 """A publisher over real transports, and members that join it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,10 @@ def join(config: RunConfig) -> Iterator[Join]:
             return member.start()
 
         yield make
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what goes on in other processes otherwise."""
+    with ThreadPoolExecutor() as beside:
+        yield beside

@@ -80,13 +80,6 @@ def sender(config: RunConfig, nccl: Nccl) -> Iterator[NcclTransport]:
     sender.close()
 
 
-@pytest.fixture
-def beside() -> Iterator[ThreadPoolExecutor]:
-    """What goes on in other processes otherwise."""
-    with ThreadPoolExecutor() as beside:
-        yield beside
-
-
 def comes(config: RunConfig, epoch: int, *, ranks: int = 1) -> bytes:
     """A server enters; returns what it is told to know the others by."""
     weights = config.weights

@@ -44,13 +44,6 @@ def sender(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sglan
     sender.close()
 
 
-@pytest.fixture
-def beside() -> Iterator[ThreadPoolExecutor]:
-    """What goes on in other processes otherwise."""
-    with ThreadPoolExecutor() as beside:
-        yield beside
-
-
 def enter(config: RunConfig, epoch: int) -> Any:
     """A worker of SGLang's enters by torch's own helper, which puts the group's name before its keys twice."""
     weights = config.weights

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.sandbox import SandboxUnavailable, find_interpreter
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import RewardFailed, RewardUnavailable, Score
 from slipstream.rewards.functions.code import Code
@@ -19,18 +18,11 @@ from tests.rewards.episodes import episode
 from tests.rewards.functions.benchmarks import rows
 from tests.rewards.functions.http_server import serving
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 DOUBLE = "def double(x):\n    return 2 * x"
 ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2", "assert double('a') == 'aa'", "assert double(1) == 3"]
 PAIRS = [{"input": "2\n", "output": "4"}, {"input": "5\n", "output": "10 \n\n"}, {"input": "x", "output": "0"}]
 PRINTS = "print(2 * int(input()))"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _sandbox() -> None:
-    try:
-        find_interpreter()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
 
 
 def fenced(code: str) -> str:
