@@ -117,26 +117,39 @@ def test_removed_password_is_not_required(own: RunConfig, monkeypatch: pytest.Mo
 # --- outages --------------------------------------------------------------------------------------------------------
 
 
+class PatientReader:
+    """A thread that reads `key` through an outage; it has failed once when it is made."""
+
+    def __init__(self, config: RunConfig, client: redis.Redis) -> None:
+        self._client = client
+        self._failed = threading.Event()
+        self._answers: list[Any] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(retry_through_outage(config.redis, self._read))
+        )
+        self._thread.start()
+        assert self._failed.wait(20)
+
+    def answer(self) -> Any:
+        self._thread.join(20)
+        (answer,) = self._answers
+        return answer
+
+    def _read(self) -> Any:
+        try:
+            return self._client.get("key")
+        except redis.exceptions.RedisError:
+            self._failed.set()
+            raise
+
+
 def test_reader_continues_after_outage(own: RunConfig) -> None:
     client = connect(own.redis)
     with started(own):
         client.set("key", "value")
-    tried = threading.Event()
-
-    def read() -> Any:
-        try:
-            return client.get("key")
-        except redis.exceptions.ConnectionError:
-            tried.set()
-            raise
-
-    answers: list[Any] = []
-    reader = threading.Thread(target=lambda: answers.append(retry_through_outage(own.redis, read)))
-    reader.start()
-    assert tried.wait(20)
+    reader = PatientReader(own, client)
     with started(own):
-        reader.join(20)
-    assert answers == [b"value"]
+        assert reader.answer() == b"value"
 
 
 async def test_retries_log_start_and_end_of_outage(own: RunConfig) -> None:
@@ -163,23 +176,10 @@ def test_busy_server_is_waited_for(own: RunConfig) -> None:
         with pytest.raises(redis.exceptions.ResponseError, match="BUSY"):
             while script.is_alive():
                 client.get("key")
-        refused = threading.Event()
-
-        def read() -> Any:
-            try:
-                return client.get("key")
-            except redis.exceptions.ResponseError:
-                refused.set()
-                raise
-
-        answers: list[Any] = []
-        reader = threading.Thread(target=lambda: answers.append(retry_through_outage(own.redis, read)))
-        reader.start()
-        assert refused.wait(20)
+        reader = PatientReader(own, client)
         connect(own.redis).script_kill()
-        reader.join(20)
+        assert reader.answer() is None
         script.join(20)
-    assert answers == [None]
 
 
 def run_endless_script(config: RunConfig) -> None:
