@@ -45,7 +45,8 @@ def command(argv: Sequence[str]) -> int:
     kind: Kind = "eval" if arguments.eval else "step"
     samples = _selected(read_samples(folder.samples, kind), step=arguments.step, order=arguments.order)
     if not samples:
-        raise SlipstreamError(f"{folder.samples} has no sample of {'an evaluation' if arguments.eval else 'a step'}")
+        what = "evaluation" if arguments.eval else "step"
+        raise SlipstreamError(f"{folder.samples} has no samples: they are kept from the run's first {what} on")
     decode = run_decoder(folder, config.model)
     shown = samples[: arguments.most]
     if arguments.json:

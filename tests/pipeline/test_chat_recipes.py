@@ -73,6 +73,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "gsm8k":
         write_gsm8k(folder)
     elif request.param == "mbpp":
+        request.getfixturevalue("sandbox")  # of its reward
         source = tmp_path / "source"
         source.mkdir()
         write_mbpp(source)
