@@ -25,12 +25,14 @@ class PartServer:
         parts: bytes of each part by name; replaced as a whole, so that the thread needs no lock.
         place: the endpoint that it listens on.
         sent_bytes: bytes that were handed to ZeroMQ so far.
+        dropped_frames: number of malformed requests so far.
     """
 
     def __init__(self, address: str, *, keys: ServiceKeys | None) -> None:
         """Listens. Raises: ConfigError when the address is taken."""
         self.parts: Mapping[str, memoryview] = {}
         self.sent_bytes = 0
+        self.dropped_frames = 0
         # A context of its own: ZeroMQ authenticates the clients of one listening socket per context.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -68,8 +70,9 @@ class PartServer:
         try:
             pull = decode(b"".join(frames), Pull)
         except FrameError as error:
+            self.dropped_frames += 1
             if self._dropped.due():
-                log.warning("frame dropped", peer=peer.hex(), reason=str(error))
+                log.warning("frame dropped", peer=peer.hex(), dropped=self.dropped_frames, reason=str(error))
             return
         content = self.parts.get(pull.part)
         reply: list[Any] = [peer, encode(Gone(part=pull.part))]
