@@ -1,6 +1,7 @@
-"""Train and test rows in verl's shape for the recipes `smollm2_arithmetic` and `mbpp`.
+"""Train and test rows for the recipes `smollm2_arithmetic`, `constants` and `mbpp`.
 
     python examples/rows/make_rows.py arithmetic data/arithmetic
+    python examples/rows/make_rows.py constants data/constants
     python examples/rows/make_rows.py mbpp data/mbpp [--source FOLDER_OR_NAME]
 
 The source of `mbpp` is a folder of JSON-lines or parquet files or a data set of the hub, with the columns of MBPP.
@@ -19,6 +20,7 @@ from pyarrow import Table, parquet
 MBPP = "google-research-datasets/mbpp"
 LARGEST = 99
 TRAIN, TEST = 2000, 200
+TEST_CONSTANTS = 100
 
 
 def row(source: str, question: str, truth: str, index: int, **columns: Any) -> dict[str, Any]:
@@ -47,6 +49,15 @@ def arithmetic() -> dict[str, list[dict[str, Any]]]:
     return {"train": rows[:TRAIN], "test": rows[TRAIN:]}
 
 
+def constants() -> dict[str, list[dict[str, Any]]]:
+    """Functions of a constant of three digits, to be completed from `def f(): return (`; their test closes it."""
+    numbers = random.Random(0).sample(range(100, 1000), 900)
+    rows = [
+        {"prompt": f"{number}c", "answer": str(number), "tests": f")\nassert f() == {number}"} for number in numbers
+    ]
+    return {"train": rows[TEST_CONSTANTS:], "test": rows[:TEST_CONSTANTS]}
+
+
 def mbpp(source: str) -> dict[str, list[dict[str, Any]]]:
     """The tasks of MBPP, with their tests in the prompt: they name the function."""
     splits = load_dataset(source)
@@ -66,11 +77,14 @@ def mbpp_rows(tasks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", choices=("arithmetic", "mbpp"))
+    parser.add_argument("rows", choices=("arithmetic", "constants", "mbpp"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", default=MBPP)
     arguments = parser.parse_args()
-    splits = arithmetic() if arguments.rows == "arithmetic" else mbpp(arguments.source)
+    if arguments.rows == "mbpp":
+        splits = mbpp(arguments.source)
+    else:
+        splits = arithmetic() if arguments.rows == "arithmetic" else constants()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         parquet.write_table(Table.from_pylist(rows), arguments.folder / f"{split}.parquet")

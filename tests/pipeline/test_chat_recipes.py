@@ -1,4 +1,4 @@
-"""The recipes for models of a hub: rows of verl, a chat template, first steps with a tiny model in its place."""
+"""The recipes over rows of files: first steps, with a tiny model in the place of one of a hub."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.configs.load import load_config
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.base import Split
 from slipstream.env.registry import build_env
@@ -79,7 +80,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         write_mbpp(source)
         make_rows("mbpp", folder, "--source", str(source))
     else:
-        make_rows("arithmetic", folder)
+        make_rows(request.param, folder)
     return folder
 
 
@@ -88,6 +89,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     [
         ("gsm8k", "gsm8k", "math"),
         ("arithmetic", "smollm2_arithmetic", "math"),
+        ("constants", "constants", "code"),
         ("mbpp", "mbpp", "code"),
     ],
     indirect=["rows"],
@@ -95,15 +97,17 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_first_steps(
     rows: Path, recipe: str, score: str, pipeline: Pipeline, forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    model = build_chat_model(tmp_path / "model", "chatml")
+    file = ROOT / "configs" / "recipes" / f"{recipe}.yaml"
+    is_built = load_config(file).model.build is not None
+    model = () if is_built else (f"model.path={build_chat_model(tmp_path / 'model', 'chatml')}",)
     options = f"{{path: {rows / 'train.parquet'}, eval_path: {rows / 'test.parquet'}}}"
     overrides = (
-        f"model.path={model}", "model.dtype=float32", f"env.options={options}", "eval.tasks=4",
-        "rollout.sampling.max_tokens=16", "rollout.engine.max_model_len=512", "rollout.engine.max_sequences=64",
+        *model, "model.dtype=float32", f"env.options={options}", "eval.tasks=4",
+        "rollout.sampling.max_tokens=16", "rollout.engine.max_model_len=256", "rollout.engine.max_sequences=64",
         "rollout.engine.name=hf", "rollout.groups_in_flight=8",
         "scoring.workers=1", f"learner.steps={STEPS}", "learner.groups_per_step=4",
     )  # fmt: skip
-    assert train(forks, pipeline, *overrides, file=ROOT / "configs" / "recipes" / f"{recipe}.yaml") == 0
+    assert train(forks, pipeline, *overrides, file=file) == 0
     steps = pipeline.records("step")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(0 <= step[f"score/{score}"] <= 1 for step in steps)
@@ -120,6 +124,17 @@ def test_arithmetic_rows_are_right(rows: Path) -> None:
         assert not isinstance(task.prompt, str)
         expression = str(task.prompt[-1]["content"]).removeprefix("What is ").partition("?")[0]
         assert str(eval(expression)) == task.reference
+
+
+@pytest.mark.parametrize("rows", ["constants"], indirect=True)
+def test_constants_pass_their_tests(rows: Path) -> None:
+    env = build_env(rows_config(rows))
+    assert [env.size(split) for split in SPLITS] == [800, 100]
+    reward = Code(**load_config(ROOT / "configs" / "recipes" / "constants.yaml").rewards[0].options)
+    for index in range(4):
+        task = env.task("eval", index)
+        for answer, value in ((task.reference, 1.0), (f"0+{task.reference}", 1.0), (f"1+{task.reference}", 0.0)):
+            assert asyncio.run(reward(episode(answer, info=task.info))).value == value
 
 
 @pytest.mark.parametrize("rows", ["mbpp"], indirect=True)
