@@ -15,10 +15,13 @@ from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.hardware import fastest_dtype
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
+
+OTHER_DTYPE = "float32" if fastest_dtype() == "bfloat16" else "bfloat16"
 
 Call = Callable[[BufferClient], object]
 CALLS: dict[str, Call] = {
@@ -267,7 +270,7 @@ async def test_learner_with_other_model_is_refused(service: BufferService, confi
         ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps"),
         ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
-        ({"model": {"dtype": "float32"}}, "model.dtype"),
+        ({"model": {"dtype": OTHER_DTYPE}}, "model.dtype"),
         ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler"),
         ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness"),

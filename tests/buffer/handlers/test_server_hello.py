@@ -8,7 +8,10 @@ import structlog
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig, agreement
+from slipstream.configs.runtime.hardware import fastest_dtype
 from tests.buffer.peers import Peer, connected
+
+OTHER_DTYPE = "float32" if fastest_dtype() == "bfloat16" else "bfloat16"
 
 
 async def test_welcome_has_latest_version(server: Peer, service: BufferService) -> None:
@@ -62,7 +65,7 @@ async def test_restarted_server_must_match_identity(server: Peer, config: RunCon
         ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong"),
         ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0'"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
-        ({"model": {"dtype": "float32"}}, "model.dtype"),
+        ({"model": {"dtype": OTHER_DTYPE}}, "model.dtype"),
         ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters"),
         ({"eval": {"reward": "digit_match"}}, "eval.reward"),

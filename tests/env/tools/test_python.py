@@ -9,6 +9,8 @@ from slipstream.env.tools import python
 from slipstream.env.tools.python import Python
 from slipstream.env.tools.schema import ToolUnavailable
 
+pytestmark = pytest.mark.usefixtures("sandbox")
+
 
 async def run(code: str, **options: float) -> str:
     return await Python(**options).tools[0].call({"code": code})  # type: ignore[arg-type]
