@@ -71,10 +71,11 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder with the rows of a recipe."""
     folder = tmp_path / "rows"
     folder.mkdir()
+    if request.param in ("constants", "mbpp"):
+        request.getfixturevalue("sandbox")  # of their reward
     if request.param == "gsm8k":
         write_gsm8k(folder)
     elif request.param == "mbpp":
-        request.getfixturevalue("sandbox")  # of its reward
         source = tmp_path / "source"
         source.mkdir()
         write_mbpp(source)
