@@ -12,6 +12,7 @@ from tests.tools.bench.conftest import measured
 SMALL = ["--steps", "2", "--groups-per-step", "1", "--lengths", "log-normal", "--staleness", "1", "--engine", "hf"]
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("nothing_left")
 def test_all_figures_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = measured("pipeline", SMALL, tmp_path / "runs")
