@@ -15,13 +15,10 @@ from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
-from slipstream.configs.runtime.hardware import fastest_dtype
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
+from tests.buffer.peers import OTHER_DTYPE, PATIENCE_S, Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
-
-OTHER_DTYPE = "float32" if fastest_dtype() == "bfloat16" else "bfloat16"
 
 Call = Callable[[BufferClient], object]
 CALLS: dict[str, Call] = {

@@ -8,10 +8,7 @@ import structlog
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.runtime.hardware import fastest_dtype
-from tests.buffer.peers import Peer, connected
-
-OTHER_DTYPE = "float32" if fastest_dtype() == "bfloat16" else "bfloat16"
+from tests.buffer.peers import OTHER_DTYPE, Peer, connected
 
 
 async def test_welcome_has_latest_version(server: Peer, service: BufferService) -> None:
