@@ -18,8 +18,8 @@ from datasets import load_dataset
 from pyarrow import Table, parquet
 
 MBPP = "google-research-datasets/mbpp"
-LARGEST = 99
-TRAIN, TEST = 2000, 200
+LARGEST = 20
+TRAIN, TEST = 792, 200
 TEST_CONSTANTS = 100
 
 

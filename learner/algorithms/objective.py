@@ -16,7 +16,7 @@ from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.prepare import PreparedStep
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.models.scoring import ActionScores
+from slipstream.learner.models.fused_head import ActionScores
 
 
 @dataclass(frozen=True)

@@ -81,14 +81,14 @@ class LogitRule:
         return torch.tensor(columns, device=tile_AW.device) if columns else None
 
 
-class HeadScores(NamedTuple):
-    """Scores of actions, fp32, shape [A]; entropy and collision are None if not requested."""
+class ActionScores(NamedTuple):
+    """Scores of actions under a model, fp32, shape [A]."""
 
     logprobs_A: Tensor
     entropy_A: Tensor | None
-    """Entropy of the distribution that each action was drawn from."""
+    """Entropy of the distribution that each action was drawn from; None if not requested."""
     collision_A: Tensor | None
-    """Sum of that distribution's squared probabilities; without gradient."""
+    """Sum of that distribution's squared probabilities, without gradient; None if not requested."""
 
 
 def score_states(
@@ -101,7 +101,7 @@ def score_states(
     entropy: Entropy = "none",
     collision: bool = False,
     kept_bytes: int = 0,
-) -> HeadScores:
+) -> ActionScores:
     """log π of actions from the hidden states before them, differentiable once by states, weight and bias.
 
     Source of the running maximum and sum: Milakov and Gimelshein 2018, arXiv 1805.02867.
@@ -114,7 +114,7 @@ def score_states(
     logprobs_A, entropy_A, collision_A = _FusedHead.apply(  # type: ignore[no-untyped-call]
         states_AD, weight_VD, bias_V, actions_A, wanted
     )
-    return HeadScores(logprobs_A, None if entropy == "none" else entropy_A, collision_A if collision else None)
+    return ActionScores(logprobs_A, None if entropy == "none" else entropy_A, collision_A if collision else None)
 
 
 class _Wanted(NamedTuple):

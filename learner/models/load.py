@@ -17,6 +17,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
+from slipstream.learner.models.fused_head import LogitRule
 from slipstream.learner.models.layers import Checkpointing, checkpoint_activations, compile_layers
 from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.moe import prepare_experts, routers
@@ -63,7 +64,7 @@ def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
     model: nn.Module = loader.model
     if options.lora is not None:
         add_adapters(model, decoder_of(model), options.lora, dtype=options.dtype)
-    load_and_check(loader, model, lambda share: score_share(model, share, temperature=1.0), options, world)
+    load_and_check(loader, model, lambda share: score_share(model, share, LogitRule.of(model)), options, world)
     check_head(model, vocabulary=vocabulary_of(model), dtype=options.dtype, device=world.device)
     reshard(model)
     return model

@@ -3,7 +3,6 @@
 # A actions, D hidden size
 """
 
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
-from slipstream.learner.models.fused_head import Entropy, HeadScores, LogitRule, score_states
+from slipstream.learner.models.fused_head import ActionScores, Entropy, LogitRule, score_states
 from slipstream.learner.models.vision import unsampled_tokens, zero_of_encoder
 from slipstream.learner.parallel.context import context_of
 
@@ -22,17 +21,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Relative error of logits: larger than that of rounding, smaller than that of another formula."""
 _METHOD = "score_hidden_states"
 _CHECKED_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class ActionScores:
-    """Scores of a batch's actions under a model, fp32."""
-
-    logprobs_A: Tensor
-    entropy_A: Tensor | None = None
-    """Entropy of the distribution that each action was drawn from; None if not requested."""
-    collision_A: Tensor | None = None
-    """Sum of that distribution's squared probabilities; None if not requested."""
 
 
 def score_actions(
@@ -57,15 +45,8 @@ def score_actions(
         kept_bytes: most memory for logits that are kept for the backward pass; it computes others a second time.
     """
     share = batch.split(context_of(model))
-    scores = score_share(
-        model,
-        share,
-        temperature=temperature,
-        entropy=entropy,
-        collision=collision,
-        whole_vocabulary=whole_vocabulary,
-        kept_bytes=kept_bytes,
-    )
+    rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
+    scores = score_share(model, share, rule, entropy=entropy, collision=collision, kept_bytes=kept_bytes)
     return ActionScores(
         share.of_whole(scores.logprobs_A),
         None if scores.entropy_A is None else share.of_whole(scores.entropy_A),
@@ -76,25 +57,24 @@ def score_actions(
 def score_share(
     model: nn.Module,
     batch: MicroBatch,
+    rule: LogitRule,
     *,
-    temperature: float,
     entropy: Entropy = "none",
     collision: bool = False,
-    whole_vocabulary: bool = False,
     kept_bytes: int = 0,
 ) -> ActionScores:
     """`score_actions` of one rank's share of a micro-batch, for its actions only."""
-    rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
     if not hasattr(model, _METHOD):
         setattr(model, _METHOD, MethodType(_score, model))
         # Then FSDP gathers the head before it, as before a forward pass, and reduces the head's gradient.
         register_fsdp_forward_method(model, _METHOD)
-    return ActionScores(*getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes))
+    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes)
+    return scores
 
 
 def _score(
     model: Any, batch: MicroBatch, rule: LogitRule, entropy: Entropy, collision: bool, kept_bytes: int
-) -> HeadScores:
+) -> ActionScores:
     head = model.get_output_embeddings()
     return score_states(
         _hidden_states(model, batch),
@@ -126,7 +106,7 @@ def check_head(model: nn.Module, *, vocabulary: int, dtype: torch.dtype, device:
     tokens = np.setdiff1d(np.arange(min(vocabulary, 4 * _CHECKED_TOKENS)), unsampled_tokens(model))[:_CHECKED_TOKENS]
     (batch,) = pack([all_actions(tokens)], token_budget=len(tokens))
     batch = batch.to(device)
-    found_A = score_share(model, batch, temperature=1.0, whole_vocabulary=True).logprobs_A
+    found_A = score_share(model, batch, LogitRule.of(model, whole_vocabulary=True)).logprobs_A
     logits_AV = model(**batch.model_inputs()).logits[0].float()
     expected_A = logits_AV.log_softmax(-1).gather(1, batch.actions_A[:, None])[:, 0]
     off = float((found_A - expected_A).abs().mean() / logits_AV.std())

@@ -32,7 +32,7 @@ MODEL: Mapping[str, Any] = {
     "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 ANSWERS, TOKENS = 64, 16_414
-BUDGET, LEAN_BUDGET = 4096, 1024
+BUDGET, LEAN_BUDGET = 2048, 1024
 LR = 1e-6
 
 Results = dict[str, list[dict[str, float]]]
@@ -57,7 +57,8 @@ def command(argv: Sequence[str]) -> int:
             model=str(model), lengths=lengths, token_budget=BUDGET, steps=arguments.steps, threads=arguments.threads,
             keep_freed=True,
         )  # fmt: skip
-        cases = {OURS: usual, LEAN: replace(usual, token_budget=LEAN_BUDGET, logits_bytes=0, keep_freed=False)}
+        lean = replace(usual, token_budget=LEAN_BUDGET, logits_bytes=0, checkpointing="full", keep_freed=False)
+        cases = {OURS: usual, LEAN: lean}
         for loop in interleave(arguments.rounds, loops):
             if loop in cases:
                 result = asdict(run_case(workers, cases[loop], ranks=1))

@@ -17,7 +17,8 @@ from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.registry import build_loss
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.models.scoring import ActionScores, score_actions
+from slipstream.learner.models.fused_head import ActionScores
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
@@ -68,7 +69,7 @@ def test_rejected_actions_are_not_in_sequence_ratio(world: World, make_config: M
     )
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=1)
     moved_A = torch.randn(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
-    loss, figures = objective(replace(scores, logprobs_A=scores.logprobs_A + moved_A), batch)
+    loss, figures = objective(scores._replace(logprobs_A=scores.logprobs_A + moved_A), batch)
     prepared = objective.prepared
     anchor_BT, advantages_BT, mask_BT = map(
         batch.of_step, (prepared.proximal_logprobs_BT, prepared.advantages_BT, prepared.rows.mask_BT)
@@ -88,7 +89,7 @@ def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeC
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=0)
     entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
     (without, _), (with_bonus, figures) = (
-        objective(replace(scores, entropy_A=each_A), batch) for each_A in (None, entropy_A)
+        objective(scores._replace(entropy_A=each_A), batch) for each_A in (None, entropy_A)
     )
     kept_BT = figures.kept_BT
     assert 0 < kept_BT.sum() < figures.mask_BT.sum()
@@ -118,7 +119,7 @@ def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, g
         seen.append(inputs)
         return objective.loss(inputs)
 
-    replace(objective, loss=loss)(replace(scores, logprobs_A=scores.logprobs_A + 1), batch)
+    replace(objective, loss=loss)(scores._replace(logprobs_A=scores.logprobs_A + 1), batch)
     (inputs,) = seen
     assert torch.equal(inputs.behaviour_logprobs_BT, batch.of_step(objective.prepared.rows.behaviour_logprobs_BT))
     assert torch.equal(inputs.proximal_logprobs_BT, batch.of_step(objective.prepared.proximal_logprobs_BT))

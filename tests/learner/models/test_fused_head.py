@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.models import fused_head
-from slipstream.learner.models.fused_head import IMPOSSIBLE, Entropy, HeadScores, LogitRule, score_states
+from slipstream.learner.models.fused_head import IMPOSSIBLE, ActionScores, Entropy, LogitRule, score_states
 
 ACTIONS, VOCABULARY, HIDDEN = 37, 501, 24
 RULES = {
@@ -39,7 +39,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, actions: int = ACTIONS) -> tup
     return leaves[0], leaves[1], leaves[2], actions_A
 
 
-def exact(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor, actions_A: Tensor, rule: LogitRule) -> HeadScores:
+def exact(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor, actions_A: Tensor, rule: LogitRule) -> ActionScores:
     logits_AV = (states_AD.double() @ weight_VD.double().T + bias_V.double()) * rule.factor
     if rule.cap is not None:
         logits_AV = rule.cap * (logits_AV / rule.cap).tanh()
@@ -48,7 +48,7 @@ def exact(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor, actions_A: Tenso
         logits_AV = logits_AV.index_fill(1, torch.tensor(rule.impossible), IMPOSSIBLE)
     logprobs_AV = logits_AV.log_softmax(-1)
     probs_AV = logprobs_AV.exp()
-    return HeadScores(
+    return ActionScores(
         logprobs_AV.gather(1, actions_A[:, None])[:, 0],
         -(probs_AV * logprobs_AV).sum(-1),
         probs_AV.square().sum(-1).detach(),
@@ -59,7 +59,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-def gradients(scores: HeadScores, leaves: tuple[Tensor, ...], *, with_entropy: bool) -> tuple[Tensor, ...]:
+def gradients(scores: ActionScores, leaves: tuple[Tensor, ...], *, with_entropy: bool) -> tuple[Tensor, ...]:
     weights_A = torch.linspace(-1, 2, len(scores.logprobs_A), dtype=scores.logprobs_A.dtype)
     figure = (weights_A * scores.logprobs_A).sum()
     if with_entropy:
