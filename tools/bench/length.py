@@ -32,7 +32,6 @@ def command(argv: Sequence[str]) -> int:
     """Measures, prints, saves and draws all figures; returns 0. Raises: SlipstreamError when a process fails."""
     arguments = _parser().parse_args(argv)
     # Imported here: torch takes seconds, and --help should not.
-    from slipstream.learner.data.balance import SequenceCost
     from slipstream.tools.bench.shape_step import Case, run_case, write_model
 
     configure_logging("bench", level="warning", folder=None)
@@ -52,9 +51,8 @@ def command(argv: Sequence[str]) -> int:
     figures = Figures()
     figures.show(length_figures(results, arguments.tokens))
     figures.save_bench("length", arguments, details={"steps": details})
-    cost = SequenceCost.of_config(MODEL)
     if arguments.plot is not None:
-        draw_lengths(results, {length: cost(length) / length for length in lengths}, arguments.tokens, arguments.plot)
+        draw_lengths(results, arguments.tokens, arguments.plot)
     if arguments.plot_ranks is not None:
         draw_ranks(results, arguments.tokens, arguments.plot_ranks)
     return 0
@@ -73,25 +71,15 @@ def length_figures(results: Results, tokens: int) -> Iterator[Figure]:
                 yield Figure("  speed by that of one rank", speed / speeds[1][length], "")
 
 
-def draw_lengths(results: Results, expected: Mapping[int, float], tokens: int, path: Path) -> None:
-    """Draws time per 1,000 tokens over the length of answers, a line for each number of ranks.
-
-    Args:
-        expected: cost per token by length, in units of the matrix products; drawn through one rank's shortest answers.
-    """
+def draw_lengths(results: Results, tokens: int, path: Path) -> None:
+    """Draws time per 1,000 tokens over the length of answers, a line for each number of ranks."""
     with _axes(path) as axes:
         for ranks, by_length in results.items():
             per_thousand = [1e6 * median(durations) / tokens for durations in by_length.values()]
             axes.plot(list(by_length), per_thousand, marker="o", label=f"{ranks} rank{'s' * (ranks > 1)}")
-        first = next(iter(results.values()))
-        shortest = min(first)
-        scale = 1e6 * median(first[shortest]) / tokens / expected[shortest]
-        axes.plot(
-            list(expected), [scale * cost for cost in expected.values()], color="0.5", linestyle="--",
-            label="expected: matrix products + attention",
-        )  # fmt: skip
+        lengths = list(next(iter(results.values())))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(list(expected), [f"{length:,}" for length in expected])
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens of an answer")
         axes.set_ylabel("ms per 1,000 tokens")
