@@ -57,7 +57,7 @@ def command(argv: Sequence[str]) -> int:
             tokens = variant.tokens * arguments.tokens // TOKENS
             case = Case(
                 model=str(model),
-                lengths=[tokens // 4] * 4 * variant.ranks,
+                lengths=[tokens // 4] * 8 * variant.ranks,  # two micro-batches: the second finds gradients
                 token_budget=tokens,
                 **variant.learner,
             )
