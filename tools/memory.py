@@ -10,7 +10,7 @@ import torch
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.learner.models import fused_head
-from slipstream.learner.models.footprint import ModelSize, activation_bytes
+from slipstream.learner.models.footprint import ActivationBytes, ModelSize, activation_bytes
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import MeshSizes
 
@@ -122,17 +122,20 @@ class Estimator:
     size: ModelSize
     config: Any
     """Of transformers."""
-    _activations: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False)
+    _activations: dict[tuple[Any, ...], ActivationBytes] = field(default_factory=dict, init=False)
     """Bytes, by what they depend on: a simulation takes seconds."""
 
     def learner(self, setting: LearnerSetting) -> Estimate:
         """The peak of a learner rank: the backward pass of its largest micro-batch, with all optimizer states."""
         held = _held(setting, self.size)
+        activations = self._activation_bytes(setting)
+        head = _head(setting, self.size, self._text.hidden_size)
         gpu = {
             **({} if setting.offload else held),
             "gathered layers": _gathered(setting, self.size),
-            "activations": self._activation_bytes(setting),
-            "head": _head(setting, self.size, self._text.hidden_size),
+            "activations": activations.peak,
+            # Computed while the forward pass's activations are kept, and freed before the layers' backward pass.
+            "head": max(0.0, activations.kept + head - activations.peak),
         }
         if setting.on_gpu:
             gpu["CUDA, fragmentation"] = CONTEXT_BYTES + FRAGMENTATION * sum(gpu.values())
@@ -160,7 +163,7 @@ class Estimator:
     def _text(self) -> Any:
         return self.config.get_text_config(decoder=True)
 
-    def _activation_bytes(self, setting: LearnerSetting) -> int:
+    def _activation_bytes(self, setting: LearnerSetting) -> ActivationBytes:
         key = (setting.rank_tokens, setting.dtype, setting.checkpointing, setting.mesh.tp)
         if key not in self._activations:
             tokens, dtype, checkpointing, tensor_parallel = key

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,10 +81,19 @@ def model_size(config: Any) -> ModelSize:
     )
 
 
+class ActivationBytes(NamedTuple):
+    """Memory of the backbone's activations and their gradients."""
+
+    peak: int
+    """In one forward and backward pass."""
+    kept: int
+    """After the forward pass, when the head is computed."""
+
+
 def activation_bytes(
     config: Any, *, tokens: int, dtype: torch.dtype, checkpointing: Checkpointing, tensor_parallel: int = 1
-) -> int:
-    """Peak memory of the backbone's activations and their gradients, in one forward and backward pass.
+) -> ActivationBytes:
+    """Memory of the backbone's activations in one forward and backward pass, without the head.
 
     Simulated with the learner's own attention for one sequence of `tokens`, at two depths, and extended to all layers.
 
@@ -99,10 +108,11 @@ def activation_bytes(
     if layers <= period:  # as where no period repeats
         return _simulate(_rank_part(config, layers, tensor_parallel), tokens, dtype, checkpointing)
     shallow, deep = (
-        _simulate(_rank_part(config, period * periods, tensor_parallel), tokens, dtype, checkpointing)
-        for periods in SIMULATED_PERIODS
+        _simulate(_rank_part(config, period * depth, tensor_parallel), tokens, dtype, checkpointing)
+        for depth in SIMULATED_PERIODS
     )
-    return round(shallow + (deep - shallow) * (layers / period - 1))
+    periods = layers / period
+    return ActivationBytes(*(round(one + (two - one) * (periods - 1)) for one, two in zip(shallow, deep, strict=True)))
 
 
 def _rank_part(config: Any, layers: int, tensor_parallel: int) -> Any:
@@ -120,7 +130,7 @@ def _rank_part(config: Any, layers: int, tensor_parallel: int) -> Any:
     return part
 
 
-def _simulate(config: Any, tokens: int, dtype: torch.dtype, checkpointing: Checkpointing) -> int:
+def _simulate(config: Any, tokens: int, dtype: torch.dtype, checkpointing: Checkpointing) -> ActivationBytes:
     with FakeTensorMode():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME).eval()
         checkpoint_activations(model, decoder_of(model).layers, checkpointing)
@@ -132,9 +142,9 @@ def _simulate(config: Any, tokens: int, dtype: torch.dtype, checkpointing: Check
             found = backbone_of(model)(
                 inputs_embeds=states_1ND, position_ids=positions_1N, use_cache=False, segment_lengths=(tokens,)
             ).last_hidden_state
+            kept = live.now
             found.backward(torch.zeros_like(found))
-    peak: int = live.peak
-    return peak
+    return ActivationBytes(live.peak, kept)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -148,7 +158,7 @@ class _LiveBytes(TorchDispatchMode):
         """`weights` do not count."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks types here
         self.peak = 0
-        self._now = 0
+        self.now = 0
         self._known = weakref.WeakSet[Any](each.untyped_storage() for each in weights)
 
     def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,9 +173,9 @@ class _LiveBytes(TorchDispatchMode):
             return
         self._known.add(storage)
         size = storage.nbytes()
-        self._now += size
-        self.peak = max(self.peak, self._now)
+        self.now += size
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._forget, size)
 
     def _forget(self, size: int) -> None:
-        self._now -= size
+        self.now -= size
