@@ -13,9 +13,9 @@ from slipstream.configs.models import model_folder
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.identity import require_same_tokens
+from slipstream.learner.models.layers import backbone_of
 from slipstream.learner.models.load import (
     ModelOptions,
-    backbone_of,
     build_model,
     load_and_check,
     vocabulary_of,

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from slipstream.learner.models import attention
-from slipstream.learner.models.layers import Checkpointing, checkpoint_activations
-from slipstream.learner.models.load import backbone_of, decoder_of
+from slipstream.learner.models.layers import Checkpointing, backbone_of, checkpoint_activations, decoder_of
 from slipstream.learner.models.vision import auto_class
 
 SIMULATED_PERIODS = (1, 2)

@@ -27,7 +27,7 @@ FEWEST_COLUMNS = 256
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does with the product of hidden state and head: cap * tanh(factor * product / cap) / temperature."""
+    """Logits from products of hidden state and head: cap * tanh(factor * product / cap) / temperature."""
 
     factor: float = 1.0
     cap: float | None = None

@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of a model's layers."""
+"""Layers of a transformers model: their place in it, activation checkpointing, compilation."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from slipstream.configs.runtime.errors import ConfigError
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -17,6 +19,19 @@ _PRODUCTS = frozenset(
         torch.ops.aten._grouped_mm.default,
     }
 )
+
+
+def backbone_of(model: Any) -> Any:
+    """A transformers model without its language head."""
+    return getattr(model, "model", model.base_model)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a transformers model that has its `layers`. Raises: ConfigError if there is none."""
+    decoder = backbone_of(model).get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ConfigError(f"{type(model).__name__} can't be trained by this learner: its decoder has no list `layers`")
+    return decoder
 
 
 def checkpoint_activations(model: Any, layers: Iterable[nn.Module], mode: Checkpointing) -> None:

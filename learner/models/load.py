@@ -18,7 +18,12 @@ from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
-from slipstream.learner.models.layers import Checkpointing, checkpoint_activations, compile_layers
+from slipstream.learner.models.layers import (
+    Checkpointing,
+    checkpoint_activations,
+    compile_layers,
+    decoder_of,
+)
 from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.moe import prepare_experts, routers
 from slipstream.learner.models.packing_check import as_config_error, check_packing
@@ -204,16 +209,3 @@ def vocabulary_of(model: Any) -> int:
     """Number of token ids of a transformers model; its tokenizer may have fewer."""
     size: int = model.config.get_text_config(decoder=True).vocab_size
     return size
-
-
-def backbone_of(model: Any) -> Any:
-    """A transformers model without its language head."""
-    return getattr(model, "model", model.base_model)
-
-
-def decoder_of(model: Any) -> Any:
-    """The part of a transformers model that has its `layers`. Raises: ConfigError if there is none."""
-    decoder = backbone_of(model).get_decoder()
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ConfigError(f"{type(model).__name__} can't be trained by this learner: its decoder has no list `layers`")
-    return decoder

@@ -153,7 +153,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _change(layer: Any) -> Tensor:
-    """What an adapter adds to its layer's weight, fp32, shape [O, I]; a collective."""
+    """The change of a layer's weight by its adapter, fp32, shape [O, I]; a collective."""
     b_OR, a_RI = (
         weight.full_tensor() if isinstance(weight, DTensor) else weight
         for weight in (layer.lora_B[_NAME].weight.detach(), layer.lora_A[_NAME].weight.detach())

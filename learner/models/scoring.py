@@ -14,6 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
 from slipstream.learner.models.fused_head import ActionScores, Entropy, LogitRule, score_states
+from slipstream.learner.models.layers import backbone_of
 from slipstream.learner.models.vision import unsampled_tokens, zero_of_encoder
 from slipstream.learner.parallel.context import context_of
 
@@ -90,7 +91,7 @@ def _score(
 
 def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     """Hidden state before each action, shape [A, D]."""
-    states_1ND = getattr(model, "model", model.base_model)(**batch.model_inputs()).last_hidden_state
+    states_1ND = backbone_of(model)(**batch.model_inputs()).last_hidden_state
     states_AD: Tensor = states_1ND[0, batch.action_positions_A]
     if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
         states_AD = states_AD + zero

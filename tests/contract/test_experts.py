@@ -18,7 +18,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.models import attention
-from slipstream.learner.models.load import decoder_of
+from slipstream.learner.models.layers import decoder_of
 from slipstream.learner.models.moe import prepare_experts, routers
 from slipstream.learner.models.scoring import score_actions
 from slipstream.rollout_servers.engines.base import Completion, Request

@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 measured."""
+    """Measurements of rank 0."""
 
     step_s: float
     """Median."""

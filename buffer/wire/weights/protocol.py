@@ -63,7 +63,7 @@ class Manifest(Record, frozen=True):
     """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl)."""
     probe: Probe | None = None
     adapter: AdapterConfig | None = None
-    """Where `tensors` are an adapter's, under peft's names; None: they are all of the model."""
+    """Set if `tensors` are an adapter's, under peft's names; None: they are all of the model."""
 
 
 class Part(Record, frozen=True):

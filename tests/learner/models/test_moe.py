@@ -29,7 +29,8 @@ from transformers import (
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
-from slipstream.learner.models.load import decoder_of, load_model
+from slipstream.learner.models.layers import decoder_of
+from slipstream.learner.models.load import load_model
 from slipstream.learner.models.moe import expert_figures, layout_of, prepare_experts, routers
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
