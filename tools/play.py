@@ -19,6 +19,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.tiny_models import CHATML_TOOLS
 from slipstream.configs.yaml_text import write_yaml
 from slipstream.env.base import Split
 from slipstream.env.registry import build_env
@@ -135,15 +136,7 @@ def build_bytes_model(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = (
-        "{% if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}"
-        "{{ '<|im_end|>\\n' }}{% endif %}"
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
-        "{% for call in message['tool_calls'] or [] %}"
-        "{{ '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}{% endfor %}"
-        "{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
+    fast.chat_template = CHATML_TOOLS
     fast.save_pretrained(folder)
     Qwen2Config(vocab_size=len(fast), eos_token_id=fast.eos_token_id).save_pretrained(folder)
 

@@ -24,7 +24,7 @@ from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.conversation import CUT_MARK, ChatFormat, shorten
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
-from tests.rollout_servers.rollouts.chat import build_chat_model
+from tests.rollout_servers.rollouts.chat import CHATML, build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 
 USER: Message = {"role": "user", "content": "And now?"}
@@ -362,9 +362,16 @@ def test_template_without_deltas_is_refused(tmp_path: Path, template: str, match
     assert str(tmp_path) in str(error.value)
 
 
-def test_tools_need_a_known_format(chatml: Path) -> None:
+def test_tools_need_a_known_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tool_format"):
-        ChatFormat.of(Tokenizer(chatml), EpisodeConfig()).check(tools=True)
+        broken(tmp_path, "{{ tools }}" + CHATML).check(tools=True)
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_template_that_ignores_tools_is_refused(chatml: Path, tool_format: Any) -> None:
+    with pytest.raises(ConfigError, match="tool_prompt=system") as error:
+        ChatFormat.of(Tokenizer(chatml), EpisodeConfig(tool_format=tool_format)).check(tools=True)
+    assert str(chatml) in str(error.value)
 
 
 def test_messages_that_a_template_refuses_raise(tmp_path: Path) -> None:
