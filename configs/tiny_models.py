@@ -33,7 +33,7 @@ CHATML_TOOLS: Final = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0]['role'] == 'system' %}"
     "{{ messages[0]['content'] + '\n' }}{% set messages = messages[1:] %}{% endif %}"
     "{{ '<tools>\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
-    "{{ '</tools>\n<tool_call>\n{\"name\": ..., \"arguments\": {...}}\n</tool_call><|im_end|>\n' }}{% endif %}"
+    '{{ \'</tools>\n<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call><|im_end|>\n\' }}{% endif %}'
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
     "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>\n' }}"
     "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
