@@ -64,8 +64,8 @@ class Tokenizer:
         """The text of chat messages under the chat template, with the generation prompt. Raises: PromptError."""
         if self._tokenizer.chat_template is None:
             raise PromptError(
-                f"the prompt is chat messages, and the model in {self.model} has no chat template: choose a chat model, "
-                "put its chat_template.jinja into the folder, or let the env give texts"
+                f"the prompt is chat messages, and the model in {self.model} has no chat template: choose a chat "
+                "model, put its chat_template.jinja into the folder, or let the env give texts"
             )
         try:
             text: str = self._tokenizer.apply_chat_template(

@@ -98,8 +98,8 @@ class ModelConfig(Section):
     """Branch, tag or commit of a hub's model; unset: its main branch."""
     build: Literal["digits", "text", "vision"] | None = None
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
-    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template with tools; `vision` is a
-    Qwen2.5-VL with small letters, digits and a chat template."""
+    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template with tools; `vision` is
+    a Qwen2.5-VL with small letters, digits and a chat template."""
     dtype: Annotated[Dtype, BeforeValidator(_resolved)] = Field(default="auto", validate_default=True)
     """Precision of the engine and of the learner's forward and backward pass (master weights are float32); `auto`:
     bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs."""
