@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
-from slipstream.configs.load import create_run_folder
+from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
@@ -20,7 +20,8 @@ from slipstream.configs.runtime.signals import StopSignals
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
-from slipstream.tools.launch.preflight import finished_problems, mesh_problems, port_problems, prepare_folder
+from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
+from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -77,13 +78,16 @@ def command(argv: Sequence[str]) -> int:
     arguments, config = read_run_arguments(parser, argv)
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
+    if config.run.port_base is None and is_confined(config):
+        ports = f"run.port_base={choose_port_base(folder)}"
+        config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
         *model_problems(config.model, config.learner),
         *_key_problems(config.security),
         *mesh_problems(config.learner.parallel),
         *_plugin_problems(config),
-        *port_problems(config.redis, config.buffer, config.weights),
+        *port_problems(config),
     ]
     if problems:
         raise ConfigError(problems)

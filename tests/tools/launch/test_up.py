@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.paths import LEARNER, UP, hold_run_lock
+from slipstream.configs.paths import LEARNER, UP, RunPaths, hold_run_lock
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.ports import choose_port_base
 from slipstream.tools.launch.progress import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
@@ -39,20 +40,16 @@ def port_overrides(ports: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
-def free_ports() -> list[str]:
-    return port_overrides([free_port() for _ in PORT_KEYS])
-
-
 def up(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The demo on free ports, with its runs in `folder`."""
-    return slipstream("up", DEMO, *free_ports(), *arguments, folder=folder)
+    """The demo, with its runs in `folder`."""
+    return slipstream("up", DEMO, *arguments, folder=folder)
 
 
 @contextmanager
 def running(folder: Path, *arguments: object, all_started: bool = False) -> Iterator[subprocess.Popen[str]]:
     """The same while it runs; with `all_started`, from the time that its last process was started."""
     with subprocess.Popen(
-        command("up", DEMO, "--plain", *free_ports(), *arguments),
+        command("up", DEMO, "--plain", *arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -293,7 +290,7 @@ def test_learner_gets_its_wait_deadline_to_stop(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(MODULES, "learner", "stubborn")
     deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
-    config = demo_config(tmp_path, *deadlines, *free_ports())
+    config = demo_config(tmp_path, *deadlines, f"run.port_base={choose_port_base(RunPaths(tmp_path))}")
     create_run_folder(config.paths, config)
     with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
         launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
