@@ -237,6 +237,25 @@ def test_dead_child_error_has_the_likely_reason(
     assert absent not in message
 
 
+def test_full_disk_ends_the_run_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "idle.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    for name in MODULES:
+        monkeypatch.setitem(MODULES, name, "idle")
+    monkeypatch.setattr("slipstream.tools.launch.up.FULL_DISK_S", 0.5)
+    config = demo_config(tmp_path, f"run.port_base={choose_port_base(RunPaths(tmp_path))}")
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
+        launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        assert launch.run(undo_steps=False) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(config.paths.root) in line
+    assert "full" in line
+
+
 def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         assert "new run" in line_of(process)
@@ -287,7 +306,7 @@ def test_learner_gets_its_wait_deadline_to_stop(tmp_path: Path, monkeypatch: pyt
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     monkeypatch.setitem(MODULES, "learner", "stubborn")
     deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
     config = demo_config(tmp_path, *deadlines, f"run.port_base={choose_port_base(RunPaths(tmp_path))}")
