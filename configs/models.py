@@ -190,6 +190,11 @@ def takes_images(model: Path) -> bool:
     return _config(model).get("model_type") in VISION_FAMILIES
 
 
+def has_latent_attention(model: Path) -> bool:
+    """True for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of a low rank."""
+    return bool(_config(model).get("kv_lora_rank"))
+
+
 def _config(model: Path) -> dict[str, Any]:
     """The content of config.json; empty if there is none. Raises: ConfigError for a damaged one."""
     file = model / "config.json"
