@@ -83,6 +83,11 @@ def build_env(config: EnvConfig) -> Env:
         for split in _SPLITS:
             _check_size(config, split, env.size(split))
         _check_fingerprint(config, env.fingerprint())
+    return add_tools(env, config)
+
+
+def add_tools(env: Env, config: EnvConfig) -> Env:
+    """The env with the tools `config.tools`. Raises: ConfigError for tools that can't be used."""
     if not config.tools:
         return env
     if has_sessions(env):

@@ -26,6 +26,7 @@ from slipstream.env.registry import build_env
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import BUILT_IN as REWARDS
 from slipstream.rewards.scorer import Scorer
+from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
 from slipstream.tools.transcript import Decode, decoder_of, printable, stretches
 
@@ -62,6 +63,7 @@ def command(argv: Sequence[str]) -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         config, model = _prepare(arguments, Path(folder))
+        _check(config, weights=not arguments.keyboard)
         played = asyncio.run(_play(config, model, arguments))
         # A keyboard's tokens without a model are bytes, of no interest.
         decode = None if model.parent == Path(folder) and arguments.keyboard else decoder_of(model)
@@ -88,6 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keyboard", action="store_true", help="the lines of the standard input are the actions")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _check(config: RunConfig, *, weights: bool) -> None:
+    """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
+    report = check(config, weights=weights)
+    if report.problems:
+        raise ConfigError(report.problems)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _is_file(arguments: argparse.Namespace) -> bool:

@@ -194,7 +194,7 @@ class ChatFormat:
             rewritten = [self._is_rewritten(messages, schemas) for messages, schemas in dialogues]
         except PromptError as error:
             raise ConfigError(f"the chat template of {self.tokenizer.model}, for several turns: {error}") from error
-        if any(rewritten):
+        if rewritten[0]:  # of the others the calls are missing in what was generated
             log.info(
                 "the chat template rewrites earlier turns; rollout.episode.history decides which form is trained on",
                 model=str(self.tokenizer.model),

@@ -12,12 +12,11 @@ from pathlib import Path
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
 from slipstream.configs.load import create_run_folder, load_config
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.models import initial_model
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
@@ -87,14 +86,13 @@ def command(argv: Sequence[str]) -> int:
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
-        *model_problems(config.model, config.learner),
-        *_key_problems(config.security),
         *mesh_problems(config.learner.parallel),
-        *_plugin_problems(config),
         *port_problems(config),
-        *disk_problems(config),
     ]
     if problems:
+        raise ConfigError(problems)
+    _check(config)
+    if problems := disk_problems(config):
         raise ConfigError(problems)
     with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
@@ -118,24 +116,17 @@ def python(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
-def _key_problems(security: SecurityConfig) -> Sequence[str]:
-    from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
-
-    try:
-        for service, clients in CLIENTS.items():
-            service_keys(security, service)
-            for client in clients:
-                client_keys(security, client, service=service)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _plugin_problems(config: RunConfig) -> Sequence[str]:
+def _check(config: RunConfig) -> None:
+    """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
     # Imported here: --help and mistakes in the configuration are answered without it.
-    from slipstream.tools.check import plugin_problems, reward_terms
+    from slipstream.tools.check import check_apart
 
-    return plugin_problems(config.env, reward_terms(config))
+    print("checking model, env, prompts and rewards", flush=True)
+    report = check_apart(config)
+    if report.problems:
+        raise ConfigError(report.problems)
+    for warning in report.warnings:
+        print(f"warning: {warning}", flush=True)
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:

@@ -108,9 +108,10 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
         (["--fresh", "model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
         (["--fresh", "security.keys=absent"], "absent"),
         (["--fresh", "rewards=[{name: digit_match}, {name: exact_matc, weight: 0}]"], "'exact_match'"),
+        (["--fresh", "env.name=tests.tools.test_check:Chat", "env.options={}"], "no chat template"),
         ([], "--fresh"),
     ],
-    ids=["model", "keys", "reward", "finished"],
+    ids=["model", "keys", "reward", "prompt", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
