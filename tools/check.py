@@ -107,8 +107,7 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
     if config.rollout.skip_long_prompts:
         report.not_checked.append("the prompts of all tasks (rollout.skip_long_prompts)")
     with tempfile.TemporaryDirectory() as folder:
-        paths = config.run.model_copy(update={"dir": Path(folder)})  # a built model must not leave a run's folder
-        model = initial_model(config.model_copy(update={"run": paths}))
+        model = _model(config, Path(folder))
         if weights:
             # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
             from slipstream.tools.model_check import model_problems
@@ -118,13 +117,25 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
     return report
 
 
+def _model(config: RunConfig, folder: Path) -> Path:
+    """The model's folder; one that is built is in `folder`, as the run has no folder yet. Raises: ConfigError."""
+    try:
+        return initial_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})}))
+    except OSError as error:
+        raise ConfigError(
+            f"the model can't be built in {folder}: {error}; see that its disk has room, or set TMPDIR to another"
+        ) from error
+
+
 def check_apart(config: RunConfig) -> Report:
     """As `check`, in a process of its own: neither torch nor an env's code stays in this one. Raises: ConfigError."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             report, problems = pool.submit(_attempt, config).result()
-        except BrokenProcessPool:
-            raise ConfigError("the check of the configuration crashed; `slipstream check` shows where") from None
+    except BrokenProcessPool:
+        raise ConfigError("the check of the configuration crashed; `slipstream check` shows where") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration can't be checked: {error}; see that the disk has room") from error
     if report is None:
         raise ConfigError(problems)
     return report

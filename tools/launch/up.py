@@ -121,7 +121,8 @@ def _check(config: RunConfig) -> None:
     # Imported here: --help and mistakes in the configuration are answered without it.
     from slipstream.tools.check import check_apart
 
-    print("checking model, env, prompts and rewards", flush=True)
+    if sys.stdout.isatty():  # some seconds, which a log need not account for
+        print("checking model, env, prompts and rewards", flush=True)
     report = check_apart(config)
     if report.problems:
         raise ConfigError(report.problems)
