@@ -258,8 +258,8 @@ class RolloutServer:
             log.info("the first groups failed, but not every task does", reason=failure.reason)
             return
         raise EveryTaskFails(
-            f"every task fails with {failure.reason}, the first {FIRST_GROUPS} groups and {len(others)} others that were "
-            f"tried: {failure.detail}; {REMEDIES[failure.reason]} (`slipstream check` shows a prompt)"
+            f"every task fails with {failure.reason}, the first {FIRST_GROUPS} groups and {len(others)} others: "
+            f"{failure.detail}; {REMEDIES[failure.reason]} (`slipstream check` shows a prompt)"
         )
 
     async def _send_heartbeats(self) -> None:

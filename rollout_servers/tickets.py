@@ -93,7 +93,7 @@ FIRST_GROUPS: Final = 3
 EXAMINED_TASKS: Final = 256
 """Further tasks that must fail likewise before a run ends: a mixture may have few that work."""
 REMEDIES: Final[Mapping[str, str]] = {
-    "prompt_untokenizable": "choose a model whose tokenizer and chat template take the env's prompts",
+    "prompt_untokenizable": "change the env's prompts, or the model",
     "prompt_empty": "correct the env, whose prompts are empty",
     "prompt_too_long": "raise rollout.engine.max_model_len, or lower rollout.sampling.max_tokens",
     "image_unreadable": "correct the env's images",
