@@ -73,8 +73,9 @@ def test_text_model_has_printable_ascii_and_a_chat_template(tmp_path: Path) -> N
     assert chat == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.eos_token_id in tokenizer(chat).input_ids
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    dialogue = [{"role": "system", "content": "Hi"}, *messages, {"role": "assistant", "tool_calls": [call]}]
+    dialogue: Any = [{"role": "system", "content": "Hi"}, *messages, {"role": "assistant", "tool_calls": [call]}]
     chat = tokenizer.apply_chat_template(dialogue, tools=[{"name": "add"}], tokenize=False)
+    assert isinstance(chat, str)
     assert chat.count("system") == 1
     assert 'Hi\n<tools>\n{"name": "add"}\n</tools>' in chat
     assert chat.endswith('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n')
