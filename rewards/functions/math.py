@@ -52,7 +52,7 @@ _MODULE: Final = "slipstream.rewards.functions.math"
 _MEMORY_BYTES: Final = 4 << 30
 _TAIL: Final = 2000  # characters that are searched for an answer without a mark
 _DIGITS: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
-_FORMULA: Final = re.compile(r"(?<!\\)\$[^$]*[^$\\]\$|\\\(|\\\[")
+_FORMULA: Final = re.compile(r"(?<!\\)\$([^$]*[^$\\])\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
 _IGNORED: Final = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!$]|\$")
 _BLANKS: Final = re.compile(r"(?:\\[,; ]|\s)+")
 _NO_BLANKS: Final = re.compile(r"(?<!\w) | (?!\w)")
@@ -101,7 +101,7 @@ class Math:
             raise ValueError(f"math can't parse the reference {wanted[:200]!r}")
         if verdict == "late reference":
             raise RewardUnavailable(
-                f"math did not parse the reference {wanted[:200]!r} in timeout_s={self.timeout_s:g} of CPU time; raise it"
+                f"math can't parse the reference {wanted[:200]!r} in {self.timeout_s:g} s of CPU time: raise timeout_s"
             )
         parts = {"parsed": float(verdict != "unparsed"), "timeout": float(verdict == "timeout")}
         return Score(float(verdict == "equal"), parts)
@@ -143,7 +143,10 @@ def compare_texts(wanted: str, given: str, form: Form) -> Verdict | None:
         if found == "unread":
             return None
         return "unparsed" if found == "none" else "equal" if found.equals(number) else "different"
-    return _compare_words(wanted, given if form == "marked" else last_statement(given, r"\S"), form)
+    if form == "any":
+        given = last_statement(given, r"\S")
+        given = next((found[found.lastindex or 0] for found in reversed([*_FORMULA.finditer(given)])), given)
+    return _compare_words(wanted, given, form)
 
 
 def _compare_words(wanted: str, given: str, form: Form) -> Verdict | None:

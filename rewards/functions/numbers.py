@@ -41,8 +41,8 @@ _EQUALS: Final = re.compile(r"(?<![<>!:])=|≈|\\approx(?![a-z])")
 _ARITHMETIC: Final = re.compile(r"(?>\\[a-z]+|[^\W\d_](?![^\W\d_])|[^\w,;]|[\d_])*+", re.IGNORECASE)
 _LIST: Final = re.compile(r"[ ]*(?:[,;–—]|or|and|to)?[ ]*", re.IGNORECASE)  # noqa: RUF001
 _REFUSED: Final = re.compile(
-    r"\b(?:not|never|cannot|wrong|incorrect|false|neither|nor|or|except|minus|negative)\b|n['’]t\b|\bthan\s*#|"
-    r"#\W*(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|k|mn|bn|pi|squared|cubed)\b|#.*(?:\bhalf\b|\?)",  # noqa: RUF001
+    r"\b(?:not|never|cannot|wrong|incorrect|false|neither|nor|or|except|minus|negative)\b|n['’]t\b|\bthan\s*#|"  # noqa: RUF001
+    r"#\W*(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|k|mn|bn|pi|squared|cubed)\b|#.*(?:\bhalf\b|\?)",
     re.IGNORECASE,
 )
 """Words that deny a number (`#`) or change its value."""
