@@ -38,7 +38,8 @@ def behind_hashes(text: str) -> str:
 
 def tagged(text: str) -> str:
     """The text between the last `<answer>` and `</answer>`; empty without them."""
-    return ([*_TAGGED.findall(text)] or [""])[-1].strip()
+    found = [*_TAGGED.finditer(text)]
+    return found[-1][1].strip() if found else ""
 
 
 def in_words(text: str) -> str:
@@ -51,8 +52,8 @@ def in_words(text: str) -> str:
 
 def last_statement(text: str, pattern: str) -> str:
     """The last sentence or line in which the regular expression occurs; empty without one."""
-    found = [each[0] for each in _STATEMENT.finditer(text[-_TAIL:]) if re.search(pattern, each[0])]
-    return found[-1].strip() if found else ""
+    statements = [found[0].strip() for found in _STATEMENT.finditer(text[-_TAIL:])]
+    return next((each for each in reversed(statements) if re.search(pattern, each)), "")
 
 
 def without_end_tokens(text: str) -> str:
