@@ -59,7 +59,7 @@ _NO_BLANKS: Final = re.compile(r"(?<!\w) | (?!\w)")
 _WORD: Final = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")  # noqa: RUF001
 _LONGEST_WORDS: Final = 200
 _OPTION: Final = re.compile(r"(?:option|choice)?\s*[(\[]?([A-Za-z])(?:[)\].:]+\s+(.*))?", re.IGNORECASE | re.DOTALL)
-_OTHER_OPTION: Final = re.compile(r"\b[B-HJ-Z]\b|\([A-Z]\)")
+_OTHER_OPTION: Final = re.compile(r"\b[B-HJ-Z]\b|\([A-Za-z]\b|\b(?:or|not)\b")
 
 
 @dataclass(kw_only=True, config=ConfigDict(extra="forbid"))
