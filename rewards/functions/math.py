@@ -37,7 +37,7 @@ from slipstream.rewards.answers import (
     without_end_tokens,
 )
 from slipstream.rewards.base import RewardUnavailable, Score
-from slipstream.rewards.functions.numbers import plain_number, read_number, unwrapped
+from slipstream.rewards.functions.numbers import Number, plain_number, read_number, unwrapped
 
 Extract = Literal["auto", "boxed", "hashes", "latex", "number", "plain"]
 Form = Literal["marked", "latex", "any"]
@@ -56,6 +56,7 @@ _FORMULA: Final = re.compile(r"(?<!\\)\$([^$]*[^$\\])\$|\\\((.*?)\\\)|\\\[(.*?)\
 _IGNORED: Final = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!$]|\$")
 _BLANKS: Final = re.compile(r"(?:\\[,; ]|\s)+")
 _NO_BLANKS: Final = re.compile(r"(?<!\w) | (?!\w)")
+_PERCENT: Final = re.compile(r"%|\bpercent", re.IGNORECASE)
 _WORD: Final = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")  # noqa: RUF001
 _LONGEST_WORDS: Final = 200
 _OPTION: Final = re.compile(r"(?:option|choice)?\s*[(\[]?([A-Za-z])(?:[)\].:]+\s+(.*))?", re.IGNORECASE | re.DOTALL)
@@ -96,7 +97,8 @@ class Math:
         if not wanted:
             raise ValueError("math needs a reference that is not empty")
         given, form = extract(answer, self.extract)
-        verdict = compare_texts(wanted, given, form) or self._comparer.compare(wanted, given, form)
+        verdict = compare_texts(wanted, given, form, in_percent=_PERCENT.search(reference) is not None)
+        verdict = verdict or self._comparer.compare(wanted, given, form)
         if verdict == "bad reference":
             raise ValueError(f"math can't parse the reference {wanted[:200]!r}")
         if verdict == "late reference":
@@ -129,8 +131,12 @@ def extract(answer: str, where: Extract) -> tuple[str, Form]:
     return (found, "marked") if found or where != "auto" else (tail, "any")
 
 
-def compare_texts(wanted: str, given: str, form: Form) -> Verdict | None:
-    """The verdict for equal texts, numbers and words; None for what must be parsed."""
+def compare_texts(wanted: str, given: str, form: Form, *, in_percent: bool = False) -> Verdict | None:
+    """The verdict for equal texts, numbers and words; None for what must be parsed.
+
+    Args:
+        in_percent: the reference is a number of percents, so that 38 % is 38 too, not only 0.38.
+    """
     if not given:
         return "unparsed"
     if _bare(wanted) == _bare(given):
@@ -140,9 +146,9 @@ def compare_texts(wanted: str, given: str, form: Form) -> Verdict | None:
     number = plain_number(wanted)
     if number is not None:
         found = read_number(given if form == "marked" else last_statement(given, r"\d"), quotients=form == "marked")
-        if found == "unread":
-            return None
-        return "unparsed" if found == "none" else "equal" if found.equals(number) else "different"
+        if isinstance(found, Number):
+            return "equal" if found.equals(number, in_percent=in_percent) else "different"
+        return "unparsed" if found == "none" else None
     if form == "any":
         given = last_statement(given, r"\S")
         given = next((found[found.lastindex or 0] for found in reversed([*_FORMULA.finditer(given)])), given)

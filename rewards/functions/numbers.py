@@ -55,9 +55,9 @@ class Number:
     value: Fraction
     is_percent: bool = False
 
-    def equals(self, wanted: Fraction) -> bool:
-        """To six decimals; 38 % is 38 and 0.38."""
-        values = (self.value, self.value / 100) if self.is_percent else (self.value,)
+    def equals(self, wanted: Fraction, *, in_percent: bool) -> bool:
+        """To six decimals; 38 % is 0.38, and 38 where the wanted number counts percents."""
+        values = [self.value / 100] * self.is_percent + [self.value] * (in_percent or not self.is_percent)
         return any(round(value, _ROUNDING) == round(wanted, _ROUNDING) for value in values)
 
 
