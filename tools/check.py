@@ -27,7 +27,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
 from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
-from slipstream.rewards.base import Episode, EpisodeTurn
+from slipstream.rewards.base import Episode, EpisodeTurn, FailureReason, RewardFailed
 from slipstream.rewards.functions.by_source import BySource
 from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
@@ -43,6 +43,8 @@ WRONG: Final = "(this is a wrong answer)"
 SESSION_S: Final = 60.0
 """Time for a session to give its first prompt."""
 SHOWN_CHARACTERS: Final = 2000
+PASSING: Final[tuple[FailureReason, ...]] = ("reward_timeout", "reward_unavailable", "scoring_timeout")
+"""Reasons of failures that may be over when the run needs the reward."""
 NOT_CHECKED: Final = (
     "the engine's start (rollout.engine.options, memory)",
     "packed sequences, which the learner compares with single ones",
@@ -240,13 +242,17 @@ async def _check_task(
     except (PromptError, ImageError) as error:
         return [f"{where}: its prompt can't be made: {error}"]
     except TimeoutError:
-        return [f"{where}: its session gave no prompt within {SESSION_S:g} s"]
+        report.warnings.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
+        return []
     except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
         return [f"{where}: {format_error(error)}"]
     text = tokenizer.decode_whole(token_ids)
     report.prompts[split] = {"task": index, "text": text, "tokens": tokens, "reference": task.reference}
     report.tools = list(opening.tools)
     problems = _length_problems(where, tokens, config.rollout)
+    if config.rollout.skip_long_prompts:
+        report.warnings += problems
+        problems = []
     if split == "train":
         problems += await _check_rewards(config, env, task, opening, report, where)
     return problems
@@ -290,6 +296,12 @@ async def _check_rewards(
             result = (await scorer.score([_episode(task, opening, answer)]))[0]
             for name, value in {**result.scores, "sum": result.reward}.items():
                 report.rewards.setdefault(name, {})[kind] = value
+    except RewardFailed as error:
+        problem = f"rewards of {where}: {error}"
+        if error.reason not in PASSING:
+            return [problem]
+        report.warnings.append(problem)
+        return []
     except SlipstreamError as error:
         return [f"rewards of {where}: {error}"]
     finally:

@@ -9,6 +9,7 @@ import pytest
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split, Task
+from slipstream.rewards.base import RewardUnavailable
 from slipstream.tools.check import command
 from slipstream.tools.play import command as play
 from tests.rollout_servers.rollouts.chat import build_chat_model
@@ -78,6 +79,7 @@ def test_problems_are_listed(capsys: pytest.CaptureFixture[str], overrides: list
         (["rewards=[{name: tests.tools.test_check:constant}]", "eval.reward=exact_match"], "nothing"),
         (["env.options={operation: copy, eval_tasks: 0}"], "held-out"),
         (["env.name=tests.tools.test_check:Silent", "env.options={}", "rewards=[{name: exact_match}]"], "none"),
+        (["rewards=[{name: tests.tools.test_check:away}]", "eval.reward=null"], "reward_unavailable"),
         (["env.name=tests.tools.test_check:Mixed", "env.options={}"], "task 0 of train"),
     ],
 )
@@ -190,6 +192,10 @@ def test_reference_of_tests_is_no_answer(capsys: pytest.CaptureFixture[str], rew
 
 def constant(answer: str, reference: str, info: object) -> float:
     return 0.5
+
+
+def away(answer: str, reference: str, info: object) -> float:
+    raise RewardUnavailable("its server does not answer")
 
 
 def failing(answer: str, reference: str, info: object) -> float:
