@@ -17,6 +17,7 @@ from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.configs.runtime.temporary import remove_leftovers
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
@@ -30,6 +31,7 @@ from slipstream.tools.launch.progress import (
     make_screen,
     unbreakable_stdout,
 )
+from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -87,6 +89,7 @@ def command(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
+    remove_leftovers()
     with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
@@ -126,7 +129,8 @@ def _plugin_problems(config: RunConfig) -> Sequence[str]:
     # Imported here: --help and mistakes in the configuration are answered without it.
     from slipstream.tools.check import plugin_problems, reward_terms
 
-    return plugin_problems(config.env, reward_terms(config))
+    with withheld(withheld_from("rollout", config)):
+        return plugin_problems(config.env, reward_terms(config))
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
@@ -190,7 +194,13 @@ class Launch:
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
             options = ["--undo-steps"] if name == "learner" and undo_steps else []
-            self._supervisor.start(name, python(module, self._folder.config, *options), environment, grace_s=grace_s)
+            self._supervisor.start(
+                name,
+                python(module, self._folder.config, *options),
+                environment,
+                withheld=withheld_from(name, self._config),
+                grace_s=grace_s,
+            )
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
@@ -210,7 +220,9 @@ class Launch:
         from slipstream.tools.launch.redis import redis_command
 
         if self._config.redis.url is None:
-            self._supervisor.start("redis", redis_command(self._config.redis, self._config.paths.redis))
+            server = redis_command(self._config.redis, self._config.paths.redis)
+            # It has the password in a file.
+            self._supervisor.start("redis", server, withheld=withheld_from("redis", self._config))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready
