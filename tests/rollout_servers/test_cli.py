@@ -15,6 +15,7 @@ import pytest
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
@@ -47,6 +48,41 @@ def test_unusable_names_are_reported_before_the_engine_starts(override: str, nam
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert named in lines[-1]["error"]
     assert {line["server"] for line in lines} == {log.stem}
+
+
+def test_server_hides_secrets_from_what_it_runs(tmp_path: Path) -> None:
+    """Its own processes have a folder for temporary files, too."""
+    (tmp_path / "spies.py").write_text(
+        "import json, os, subprocess, sys\n"
+        "from slipstream.env.builtin.digits import Digits\n"
+        "def record(name):\n"
+        "    code = 'import json, os, tempfile; print(json.dumps([tempfile.gettempdir(), *os.environ]))'\n"
+        "    done = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)\n"
+        f"    open(f'{tmp_path}/{{name}}.json', 'wb').write(done.stdout)\n"
+        "class Env(Digits):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('copy')\n"
+        "        record('env')\n"
+        "class Reward:\n"
+        "    def __init__(self):\n"
+        "        record('reward')\n"
+        "    def __call__(self, prompt, answer, reference):\n"
+        "        return 0.0\n"
+    )
+    secrets = dict.fromkeys((REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY"), "hidden")
+    overrides = ["env.name=spies:Env", "env.options={}", "rewards=[{name: spies:Reward}]", "model={path: /nowhere}"]
+    command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", *overrides]
+    folders = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, **secrets, "PYTHONPATH": folders, "TMPDIR": str(temporary)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
+    assert "/nowhere" in done.stderr
+    for name in ("env", "reward"):
+        folder, *variables = json.loads((tmp_path / f"{name}.json").read_text())
+        assert secrets.keys() & set(variables) == {"JUDGES_KEY"}
+        assert Path(folder).parent == temporary
+    assert list(temporary.iterdir()) == []
 
 
 async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) -> None:
