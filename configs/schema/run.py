@@ -270,10 +270,12 @@ class RunConfig(Section):
         return problems
 
     def _group_problems(self) -> list[str]:
-        if self.rollout.group_size >= 2 or not self._group_relative:
+        size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
+        if min(size, fewest) >= 2 or not self._group_relative:
             return []
+        key = "group_size" if size < 2 else "min_episodes"
         return [
-            "rollout.group_size must be at least 2 for group-relative advantages such as "
+            f"rollout.{key} must be at least 2 for group-relative advantages such as "
             f"learner.advantage={self.learner.advantage.name}"
         ]
 

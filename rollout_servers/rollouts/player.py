@@ -107,7 +107,7 @@ class Player:
     async def generate(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Unscored:
         """Plays `samples` episodes of one task; the only one of a held-out task is greedy.
 
-        Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
+        Fewer, but at least `rollout.min_episodes`, if the others were not finished at `rollout.group_deadline_s`.
 
         Raises: EpisodeFailed when the task, its prompt or its sessions fail, EngineError when the engine is dead.
         """
@@ -165,8 +165,8 @@ class Player:
 
     def _require_enough(self, played: Played, split: Split, samples: int) -> None:
         finished = len(played.episodes)
-        enough = self._config.min_group_size if split == "train" else None
-        if finished >= min(samples, enough or samples):
+        enough = self._config.fewest_episodes if split == "train" else samples
+        if finished >= min(samples, enough):
             return
         tokens = played.lost_tokens + sum(episode.action_tokens for episode in played.episodes)
         if played.failure is not None:

@@ -176,7 +176,7 @@ async def test_evaluations_and_baselines_are_greedy(
     player: MakePlayer, split: Split, greedy: bool, evaluated: str | None, reward: float, scores: dict[str, float]
 ) -> None:
     engine = ScriptedEngine([HALF])
-    playing = player(engine, evaluated=evaluated, min_group_size=2)
+    playing = player(engine, evaluated=evaluated, min_episodes=2)
     (trajectory,) = await playing.play(split, 0, samples=1, greedy=greedy)
     assert engine.asked == [(ids("12r"), 1, True)]
     assert (trajectory.reward, trajectory.scores) == (reward, scores)
@@ -289,19 +289,20 @@ def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> floa
 
 
 async def test_enough_finished_answers_are_scored_at_the_deadline(player: MakePlayer) -> None:
-    trajectories = await player(CUT, DONE, CUT, HALF, min_group_size=2).play("train", 0, samples=4)
+    trajectories = await player(CUT, DONE, CUT, HALF, min_episodes=2).play("train", 0, samples=4)
     assert [trajectory.scores["digit_match"] for trajectory in trajectories] == [1.0, 0.5]
     # A task with fewer samples than the minimum; its prompt just fits.
-    assert len(await player(DONE, prompts=("12345r",), min_group_size=2).play("train", 0, samples=1)) == 1
+    assert len(await player(DONE, prompts=("12345r",), min_episodes=2).play("train", 0, samples=1)) == 1
 
 
 @pytest.mark.parametrize(
     ("finished", "rollout", "split"),
     [
-        (1, {"min_group_size": 2}, "train"),
-        (3, {}, "train"),
-        (0, {"min_group_size": 2}, "train"),
-        (2, {"min_group_size": 2}, "eval"),
+        (1, {"min_episodes": 2}, "train"),
+        (3, {"min_episodes": 4}, "train"),
+        (1, {"group_size": 4}, "train"),
+        (0, {"min_episodes": 2}, "train"),
+        (2, {"min_episodes": 2}, "eval"),
     ],
 )
 async def test_too_few_finished_answers_fail_and_count_their_tokens(
@@ -319,7 +320,7 @@ async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer)
     async def start() -> Engine:
         return await asyncio.Future()
 
-    limits: dict[str, Any] = {"min_group_size": 2, "group_deadline_s": 0.1}
+    limits: dict[str, Any] = {"min_episodes": 2, "group_deadline_s": 0.1}
     engine = RestartingEngine(dying, start, player.config(**limits).rollout)
     assert len(await player(engine, **limits).play("train", 0, samples=4)) == 2
     dying.failure = None
