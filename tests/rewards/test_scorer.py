@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
@@ -99,15 +100,16 @@ async def test_worker_that_ends_costs_its_episode_after_all_tries() -> None:
             assert reasons(await scorer.score([episode("a"), episode("die"), episode("b")])) == ["", "reward_crash", ""]
 
 
-def test_reward_that_fails_often_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_reward_that_fails_often_is_named() -> None:
     rate = FailureRate("judge")
-    rate.record([Score(1.0)] * 78)
-    rate.record([Failure("reward_error", "why")] * 21)
-    assert "fails often" not in caplog.text
-    for _ in range(3):
-        rate.record([Failure("reward_error", "why")])
-    assert caplog.text.count("fails often") == 1
-    assert all(part in caplog.text for part in ("judge", "reward_error", "why"))
+    with structlog.testing.capture_logs() as logs:
+        rate.record([Score(1.0)] * 78)
+        rate.record([Failure("reward_error", "why")] * 21)
+        assert not logs
+        for _ in range(3):
+            rate.record([Failure("reward_error", "why")])
+    (warning,) = logs
+    assert (warning["reward"], warning["reason"], warning["failed"]) == ("judge", "reward_error", 22)
 
 
 def test_calls_must_end_within_a_ticket() -> None:
@@ -143,23 +145,25 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
 
 
 async def test_wrong_unparsed_and_late_answers_differ_in_the_scores() -> None:
-    """By default: eight hard comparisons in a group, each as long as its limit, cost no episode."""
     pytest.importorskip("math_verify")
-    answers = [
-        r"\boxed{x+7}",
-        r"\boxed{x+8}",
-        "no idea",
-        *(rf"\boxed{{{n}^{{2^{{2^{{2^{{2^2}}}}}}}}}}" for n in range(2, 10)),
-    ]
-    terms = [RewardConfig(name="math", options={"timeout_s": 0.5})]
+    answers = [r"\boxed{x+7}", r"\boxed{x+8}", "no idea", r"\boxed{2^{2^{2^{2^{2^2}}}}}"]
+    terms = [RewardConfig(name="math", options={"timeout_s": 2.0})]
     with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
         results = await scorer.score([episode(answer, reference="7+x") for answer in answers])
-    scores = [
-        tuple(result.scores[column] for column in ("math", "math/parsed", "math/timeout"))
-        for result in results
-        if isinstance(result, EpisodeReward)
-    ]
-    assert scores == [(1, 1, 0), (0, 1, 0), (0, 0, 0), *[(0, 1, 1)] * 8]
+    assert math_scores(results) == [(1, 1, 0), (0, 1, 0), (0, 0, 0), (0, 1, 1)]
+
+
+async def test_hard_comparisons_cost_no_episode() -> None:
+    pytest.importorskip("math_verify")
+    terms = [RewardConfig(name="math", options={"timeout_s": 1.0})]
+    subjects = [episode(rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}", reference="7+x") for base in range(2, 10)]
+    with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
+        assert math_scores(await scorer.score(subjects)) == [(0, 1, 1)] * 8
+
+
+def math_scores(results: Sequence[EpisodeReward | Failure]) -> list[tuple[float, ...]]:
+    columns = ("math", "math/parsed", "math/timeout")
+    return [tuple(each.scores[column] for column in columns) for each in results if isinstance(each, EpisodeReward)]
 
 
 async def test_program_that_sleeps_scores_0_and_delays_no_other_group() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
@@ -188,16 +189,17 @@ async def test_locked_cache_is_a_miss_and_blocks_nothing(tmp_path: Path, monkeyp
         await judge.endpoint.close()
 
 
-async def test_damaged_cache_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_cache_is_a_miss(tmp_path: Path) -> None:
     endpoint = Endpoint(completion("Score: 5"))
     with judging(endpoint, cache=tmp_path / "ratings") as judge, closing(judge._ratings):
         with closing(sqlite3.connect(tmp_path / "ratings")) as other:
             other.execute("DROP TABLE ratings")
-        for answer in ("5", "6", "5"):
-            assert (await judge(episode(answer))).value == 0.5
+        with structlog.testing.capture_logs() as logs:
+            for answer in ("5", "6", "5"):
+                assert (await judge(episode(answer))).value == 0.5
         await judge.endpoint.close()
     assert len(endpoint.requests) == 2
-    assert caplog.text.count("cache can't be used") == 1
+    assert [(each["log_level"], each["cache"]) for each in logs] == [("warning", str(tmp_path / "ratings"))]
 
 
 @pytest.mark.parametrize(
