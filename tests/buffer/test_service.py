@@ -148,7 +148,7 @@ async def test_lost_answers_are_counted_by_reason_and_length(config: RunConfig) 
         (ticket,) = await server.tickets()
         group = answered(ticket)
         await server.deliver(msgspec.structs.replace(group, trajectories=group.trajectories[:2], missing=2, lost=lost))
-        assert (await server.state()).counts.answers_dropped == {"reward_timeout": 1, "reward_error": 1}
+        assert (await service.ledger.counts()).answers_dropped == {"reward_timeout": 1, "reward_error": 1}
         lengths = await service.ledger.lengths(list(lost))
     assert lengths.pop("delivered") == {2: 2, 3: 1, 40: 1}
     assert lengths == {"trained": {}, "reward_timeout": {40: 1}, "reward_error": {3: 1}}
