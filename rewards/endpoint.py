@@ -35,7 +35,7 @@ class Endpoint:
         concurrency: int,
         per_minute: float | None = None,
     ) -> None:
-        """A try has `timeout_s`; after the n-th failure there is a pause of `backoff_s` times 2^(n-1) or a little more."""
+        """A try has `timeout_s`; after the n-th failure there is a pause of at least `backoff_s` times 2^(n-1)."""
         self.url = url.rstrip("/")
         self._headers = dict(headers or {})
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s

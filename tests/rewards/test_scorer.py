@@ -90,7 +90,9 @@ async def test_failed_calls_are_repeated_twice() -> None:
     with closing(Scorer(terms, ScoringConfig(workers=0), retry_s=(0.01, 0.01))) as scorer:
         results = await scorer.score([episode("a"), episode("never"), episode("b")])
         assert reasons(results) == ["", "reward_unavailable", ""]
-        assert scorer.runner.rewards["flaky"].function.asked == {"a": 3, "never": 3, "b": 3}
+        flaky = scorer.runner.rewards["flaky"].function
+        assert isinstance(flaky, Flaky)
+        assert flaky.asked == {"a": 3, "never": 3, "b": 3}
 
 
 async def test_worker_that_ends_costs_its_episode_after_all_tries() -> None:
