@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 14
+SCHEMA_VERSION: Final = 15
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -43,6 +43,8 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Text for people; the sender truncates it."""
+Lengths = Annotated[list[Count], msgspec.Meta(max_length=16_384)]
+"""Lengths of episodes in action tokens."""
 Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=64)]
 """Values of configuration keys that the sender and the service must agree on; missing keys are not compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -172,7 +174,10 @@ class Group(Message, frozen=True):
     indices: list[int]
     trajectories: list[Trajectory]
     missing: Count = 0
-    """Episodes not finished at the group's deadline, or held-out tasks without an answer of the ticket's version."""
+    """Episodes not finished at the group's deadline or not scored, or held-out tasks without an answer of the ticket's
+    version."""
+    lost: Annotated[dict[Name, Lengths], msgspec.Meta(max_length=64)] = {}
+    """For `train`: those of `missing` that could not be scored, by reason."""
     failures: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)] = {}
     """For `eval`: the missing tasks by reason; the others have `samples` episodes each, one task after the other."""
     greedy_reward: float | None = None
@@ -347,6 +352,8 @@ class GroupFailed(Message, frozen=True):
     reason: Name
     detail: Detail
     tokens: Count = 0
+    lengths: Lengths = []
+    """Of its finished episodes."""
 
 
 class Acknowledge(Message, frozen=True):

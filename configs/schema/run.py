@@ -194,9 +194,11 @@ class ScoringConfig(Section):
     """Execution of the reward functions."""
 
     workers: int = Field(default=2, ge=0)
-    """Worker processes; 0 scores inside the rollout server, without a deadline: for cheap, trusted functions."""
-    deadline_s: Seconds = 10.0
-    """Time to score one group; then the worker is killed, and the group is dropped and counted."""
+    """Worker processes; 0 scores inside the rollout server, plain functions without a deadline: for cheap, trusted
+    ones."""
+    deadline_s: Seconds = 30.0
+    """Time of one call of a reward without limits of its own: for one answer, or as much for each of a group's. Then it
+    is ended, which costs its episodes."""
 
 
 class EvalConfig(Section):
@@ -304,10 +306,12 @@ class RunConfig(Section):
         return problems
 
     def _group_problems(self) -> list[str]:
-        if self.rollout.group_size >= 2 or not self._group_relative:
+        size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
+        if min(size, fewest) >= 2 or not self._group_relative:
             return []
+        key = "group_size" if size < 2 else "min_episodes"
         return [
-            "rollout.group_size must be at least 2 for group-relative advantages such as "
+            f"rollout.{key} must be at least 2 for group-relative advantages such as "
             f"learner.advantage={self.learner.advantage.name}"
         ]
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from slipstream.configs.load import load_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import NamedSection, Section, sections_in
+from slipstream.configs.schema.rollout import RolloutConfig
 from tests.configs.conftest import DEMO, problems_of, require_problem
 
 
@@ -29,7 +30,8 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["rollout.group_size=1"], "rollout.group_size learner.advantage=grpo"),
         (["rollout.group_size=1", "learner.advantage=reinforce_plus_plus", "buffer.curriculum={}"],
          "buffer.curriculum rollout.group_size"),
-        (["rollout.min_group_size=9"], "rollout.min_group_size=9 rollout.group_size=8"),
+        (["rollout.min_episodes=1"], "rollout.min_episodes learner.advantage=grpo"),
+        (["rollout.min_episodes=9"], "rollout.min_episodes=9 rollout.group_size=8"),
         (["rollout.episode.tokens=2"], "rollout.episode.tokens=2 rollout.sampling.max_tokens=3"),
         (["rollout.episode.wall_s=300"], "rollout.episode.wall_s=300 rollout.group_deadline_s"),
         (["rollout.episode.tokens=4096"], "rollout.episode.tokens=4096 rollout.engine.max_model_len"),
@@ -87,6 +89,11 @@ def test_combination_or_address_that_cannot_work_is_refused(overrides: list[str]
     require_problem(parts, *overrides)
 
 
+@pytest.mark.parametrize(("size", "fewest"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
+def test_half_of_a_group_is_enough_by_default(size: int, fewest: int) -> None:
+    assert RolloutConfig(group_size=size).fewest_episodes == fewest
+
+
 def test_combinations_are_reported_together() -> None:
     problems = problems_of(
         DEMO,
@@ -94,12 +101,12 @@ def test_combinations_are_reported_together() -> None:
         "learner.groups_per_step=5",
         "learner.updates_per_step=2",
         "rollout.group_size=1",
-        "rollout.min_group_size=9",
+        "rollout.min_episodes=9",
         "buffer.filters=[{name: dynamic_sampling}, {name: pf_ppo, keep: 1}]",
         "buffer.limiter={samples_per_insert: 2}",
     )
     keys = ("rewards", "learner.groups_per_step=5", "rollout.group_size", "buffer.filters.0", "buffer.filters.1.keep")
-    for key in (*keys, "rollout.min_group_size=9", "buffer.limiter.max_uses=1", "buffer.limiter.tolerance=0"):
+    for key in (*keys, "rollout.min_episodes=9", "buffer.limiter.max_uses=1", "buffer.limiter.tolerance=0"):
         assert [problem for problem in problems if problem.startswith(key)], (key, problems)
     assert len(problems) == 8
 
