@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from slipstream.configs.models import model_fingerprint, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.run import FLASH_IN_FLOAT32, LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
@@ -146,6 +146,8 @@ def _on_all_ranks(world: World, call: Callable[[], T]) -> T:
 
 
 def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
+    if options.dtype == torch.float32 and options.attention == "flash_attention_2":
+        raise ConfigError(FLASH_IN_FLOAT32)
     with as_config_error(str(path)), without_remote_code(path):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
