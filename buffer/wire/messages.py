@@ -43,8 +43,9 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Text for people; the sender truncates it."""
-Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=64)]
-"""Values of configuration keys that the sender and the service must agree on; missing keys are not compared."""
+Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=512)]
+"""Values of settings that the sender and the service, or the other senders, must agree on; missing ones are not
+compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"

@@ -18,7 +18,7 @@ from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
-from tests.buffer.peers import OTHER_DTYPE, serving, until
+from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
 
@@ -73,7 +73,7 @@ def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"model": {"dtype": OTHER_DTYPE}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
+    [({"model": {"dtype": "bfloat16"}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
     ids=["dtype", "seed"],
 )
 async def test_differing_server_is_refused_before_its_engine(
@@ -88,7 +88,11 @@ async def test_differing_server_is_refused_before_its_engine(
         raise AssertionError("the engine starts")
 
     monkeypatch.setattr(build, "start_engine", start)
-    settings = digits_settings | {"redis": {"url": redis_url}, "run": digits_settings["run"] | {"name": run_name}}
+    settings = digits_settings | {
+        "redis": {"url": redis_url},
+        "run": digits_settings["run"] | {"name": run_name},
+        "model": digits_settings["model"] | {"dtype": "float32"},
+    }
     others = settings | {name: settings[name] | keys for name, keys in change.items()}
     async with serving(RunConfig.model_validate(settings)) as service:
         with pytest.raises(RefusedError, match=key):
