@@ -335,7 +335,10 @@ class BufferService:
                 await self._send(peer, m.UnknownPeer())
                 return
             case m.Deliver() if server is not None:
-                await self._ingest.take(peer, received.groups, vocab_size=server.hello.vocab_size)
+                hello = server.hello
+                await self._ingest.take(
+                    peer, received.groups, vocab_size=hello.vocab_size, train_tasks=hello.train_tasks
+                )
                 self._delivered.set()
                 return
             case m.ServerHello():

@@ -13,7 +13,7 @@ from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable, Score
 
-LARGEST_SCORE = 1e15
+LARGEST_SCORE = 1e6
 """Sums of squares of larger ones are infinite in the float32 of the learner, which would skip every update."""
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 

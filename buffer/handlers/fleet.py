@@ -291,10 +291,11 @@ class Fleet:
         if curriculum is None:
             return ()
         places = upcoming(room.cursor, tickets=tickets, train_tasks=train_tasks, curriculum=curriculum)
-        streaks = await self._ledger.streaks([self._index(*place, train_tasks) for place in places])
+        streaks = await self._ledger.streaks([self.task(*place, train_tasks=train_tasks) for place in places])
         return skipped(places, streaks, train_tasks=train_tasks, seed=seed, curriculum=curriculum)
 
-    def _index(self, epoch: int, position: int, train_tasks: int) -> int:
+    def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
+        """Index of the task at a position of an epoch."""
         return int(task_order(train_tasks, seed=self._settings.seed, epoch=epoch)[position])
 
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
@@ -327,7 +328,7 @@ class Fleet:
                 id=task.id,
                 kind=m.TRAIN,
                 epoch=task.epoch,
-                indices=[self._index(task.epoch, task.position, train_tasks)],
+                indices=[self.task(task.epoch, task.position, train_tasks=train_tasks)],
                 samples=settings.group_size,
                 version=version,
                 greedy=settings.greedy_baseline,
