@@ -104,6 +104,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
         _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))
         scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
+        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         with heavy_imports():
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine

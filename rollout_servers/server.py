@@ -217,9 +217,15 @@ class RolloutServer:
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
-            self._outbox.fail(
-                m.GroupFailed(id=ticket.id, kind=ticket.kind, reason=error.reason, detail=detail, tokens=error.tokens)
+            failed = m.GroupFailed(
+                id=ticket.id,
+                kind=ticket.kind,
+                reason=error.reason,
+                detail=detail,
+                tokens=error.tokens,
+                lengths=list(error.lengths),
             )
+            self._outbox.fail(failed)
         else:
             self._backoff.record_success()
             self._activity.tokens += tokens

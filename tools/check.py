@@ -13,14 +13,14 @@ from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.images import ImageError
 from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
+from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import EnvConfig, RewardConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions
 from slipstream.env.images import separate_images
 from slipstream.env.registry import BUILT_IN_TOOLS, build_env
-from slipstream.rewards.base import Episode, EpisodeTurn
+from slipstream.rewards.base import Episode, EpisodeTurn, Failure
 from slipstream.rewards.functions.by_source import BySource
 from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
@@ -174,15 +174,15 @@ async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Obser
     right = "" if _reference_is_tests(config, task) else task.reference
     answers = {"reference" if right else "empty": right, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
-    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}))
+    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), retry_s=())
     try:
         for kind, answer in answers.items():
-            result = (await scorer.score([_episode(task, opening, answer)]))[0]
+            (result,) = await scorer.score([_episode(task, opening, answer)])
+            if isinstance(result, Failure):
+                report.problems.append(f"rewards of task 0 of train: {result}")
+                return
             for name, value in {**result.scores, "sum": result.reward}.items():
                 report.rewards.setdefault(name, {})[kind] = value
-    except SlipstreamError as error:
-        report.problems.append(f"rewards of task 0 of train: {error}")
-        return
     finally:
         scorer.close()
     total = report.rewards["sum"]

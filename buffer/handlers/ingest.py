@@ -148,13 +148,14 @@ def admit(group: Group, blob: bytes | memoryview, settings: IngestSettings) -> D
     lengths = [episode.tokens for episode in episodes]
     verdict = _verdict(group, episodes, settings, rng)
     kept = _select(group, verdict.keep, len(episodes))
-    delivered = histogram(lengths)
+    lost = [length for of_reason in group.lost.values() for length in of_reason]
+    scored = histogram(lengths)
     facts = Facts(
-        tokens=sum(lengths),
-        delivered=delivered,
-        kept=delivered if kept is group else histogram(lengths[index] for index in verdict.keep),
-        dropped=_by_reason(verdict.dropped, lengths),
-        missing=group.missing,
+        tokens=sum(lengths) + sum(lost),
+        delivered=histogram([*lengths, *lost]) if lost else scored,
+        kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
+        dropped=_by_reason(verdict.dropped, lengths, group.lost),
+        missing=group.missing - len(lost),
         task=group.indices[0],
         outcome=verdict.outcome,
     )
@@ -233,8 +234,10 @@ def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
     return msgspec.structs.replace(group, trajectories=trajectories)
 
 
-def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Mapping[str, Mapping[int, int]]:
-    of_reason: dict[str, list[int]] = defaultdict(list)
+def _by_reason(
+    dropped: Sequence[tuple[int, str]], lengths: Sequence[int], lost: Mapping[str, Sequence[int]]
+) -> Mapping[str, Mapping[int, int]]:
+    of_reason = defaultdict[str, list[int]](list, {reason: list(found) for reason, found in lost.items()})
     for index, reason in dropped:
         of_reason[reason].append(lengths[index])
     return {reason: histogram(found) for reason, found in of_reason.items()}

@@ -7,6 +7,7 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import Send, peer_name
+from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import Facts
 from slipstream.buffer.wire import messages as m
@@ -89,13 +90,15 @@ class RolloutHandler:
         return identity.identity_change(mine, await self._ledger.identify(mine))
 
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
-        """Records a failed ticket; the lengths of its answers are unknown."""
+        """Records a failed ticket."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
         if message.kind == m.EVAL:
             outcome = await self._ledger.evaluations.record_failure(message.id, reason=message.reason)
             self._fleet.offer_evaluation()
         else:
-            facts = Facts(tokens=message.tokens)
+            lengths = histogram(message.lengths)
+            dropped = {message.reason: lengths} if lengths else {}
+            facts = Facts(tokens=message.tokens, delivered=lengths, dropped=dropped)
             outcome = await self._ledger.filter(message.id, reason=message.reason, facts=facts)
         await self._send(peer, m.Acknowledge(outcomes={message.id: outcome}))
         self._fleet.ticket_returned(peer)

@@ -135,8 +135,9 @@ def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, compressed or not, with its arrays checked against each other.
 
     Raises: FrameError when it can't be decompressed or decoded, an array's length doesn't fit the others, a span lies
-    outside the trajectory, trajectories of one episode differ in reward or scores, or an image is missing or larger
-    than MOST_IMAGE_BYTES; InvalidRewardError when a reward or a score is not finite or beyond MOST_REWARD.
+    outside the trajectory, trajectories of one episode differ in reward or scores, an image is missing or larger than
+    MOST_IMAGE_BYTES, or more episodes are lost than missing; InvalidRewardError when a reward or a score is not finite
+    or beyond MOST_REWARD.
     """
     group: Group = decode(_decompressed(frame), Group)
     episodes: dict[int, Trajectory] = {}
@@ -156,6 +157,9 @@ def decode_group(frame: bytes | memoryview) -> Group:
     large = next((name for name, image in group.images.items() if len(image) > MOST_IMAGE_BYTES), None)
     if large is not None:
         raise FrameError(f"group {group.id}: image {large} has more than {MOST_IMAGE_BYTES} bytes")
+    lost = sum(map(len, group.lost.values()))
+    if lost > group.missing:
+        raise FrameError(f"group {group.id}: {lost} episodes without a score of {group.missing} missing ones")
     if group.greedy_reward is not None and not _is_bounded(group.greedy_reward):
         raise _invalid_reward(group.id, "greedy_reward", group.greedy_reward)
     return group

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 14
+SCHEMA_VERSION: Final = 15
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -45,6 +45,8 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Text for people; the sender truncates it."""
+Lengths = Annotated[list[Count], msgspec.Meta(max_length=16_384)]
+"""Lengths of episodes in action tokens."""
 Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=512)]
 """Values of settings that the sender and the service, or the other senders, must agree on; missing ones are not
 compared."""
@@ -183,7 +185,10 @@ class Group(Message, frozen=True):
     indices: Annotated[list[int], msgspec.Meta(max_length=MOST_TASKS)]
     trajectories: Annotated[list[Trajectory], msgspec.Meta(max_length=MOST_TRAJECTORIES)]
     missing: Count = 0
-    """Episodes not finished at the group's deadline, or held-out tasks without an answer of the ticket's version."""
+    """Episodes not finished at the group's deadline or not scored, or held-out tasks without an answer of the ticket's
+    version."""
+    lost: Annotated[dict[Word, Lengths], msgspec.Meta(max_length=64)] = {}
+    """For `train`: those of `missing` that could not be scored, by reason."""
     failures: Annotated[dict[Word, Count], msgspec.Meta(max_length=64)] = {}
     """For `eval`: the missing tasks by reason; the others have `samples` episodes each, one task after the other."""
     greedy_reward: float | None = None
@@ -358,6 +363,8 @@ class GroupFailed(Message, frozen=True):
     reason: Word
     detail: Detail
     tokens: Count = 0
+    lengths: Lengths = []
+    """Of its finished episodes."""
 
 
 class Acknowledge(Message, frozen=True):

@@ -181,9 +181,11 @@ class ScoringConfig(Section):
     """Execution of the reward functions."""
 
     workers: int = Field(default=2, ge=0)
-    """Worker processes; 0 scores inside the rollout server, without a deadline: for cheap, trusted functions."""
-    deadline_s: Seconds = 10.0
-    """Time to score one group; then the worker is killed, and the group is dropped and counted."""
+    """Worker processes; 0 scores inside the rollout server, plain functions without a deadline: for cheap, trusted
+    ones."""
+    deadline_s: Seconds = 30.0
+    """Time of one call of a reward without limits of its own: for one answer, or as much for each of a group's. Then it
+    is ended, which costs its episodes."""
 
 
 class EvalConfig(Section):

@@ -73,6 +73,7 @@ class Math:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError('math-verify is not installed: pip install "slipstream[math]"')
         self._comparer = Comparer(self.timeout_s)
+        self.worst_case_s = _START_S + self.timeout_s + _KILL_S
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> Score:
         """See the class."""

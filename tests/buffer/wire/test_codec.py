@@ -228,6 +228,12 @@ def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
         decode_group(encode(bad))
 
 
+def test_more_lost_than_missing_episodes_are_named() -> None:
+    bad = msgspec.structs.replace(train_group("17"), missing=1, lost={"reward_error": [1, 2]})
+    with pytest.raises(FrameError, match=r"group 17: 2 .* 1 missing"):
+        decode_group(encode(bad))
+
+
 LONG = train_group("17", versions=range(1000))
 """Large enough to be compressed."""
 

@@ -109,7 +109,7 @@ class MakePlayer:
             env or Prompts(prompts),
             self.tokenizer,
             ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
-            Scorer(made.rewards, made.scoring, evaluated=made.evaluated),
+            Scorer(made.rewards, made.scoring, evaluated=made.evaluated, retry_s=()),
             made.rollout,
             env_name="rows",
             ticket_deadline_s=ticket_deadline_s,
@@ -285,10 +285,22 @@ async def test_answers_to_a_void_ticket_are_not_scored(player: MakePlayer, split
     assert (failed.reason, failed.tokens) == ("scoring_timeout", 2)
 
 
-async def test_failing_reward_fails_the_group_and_counts_its_tokens(player: MakePlayer) -> None:
-    failed = await failure(player(DONE, completion(ids("214")), rewards=({"name": f"{__name__}:raises_for_214"},)))
-    assert (failed.reason, failed.tokens) == ("reward_error", 5)
+RAISES: Any = ({"name": f"{__name__}:raises_for_214"},)
+
+
+@pytest.mark.parametrize(("split", "min_episodes"), [("train", 3), ("eval", 2)])
+async def test_too_few_scored_episodes_fail_their_group(player: MakePlayer, split: Split, min_episodes: int) -> None:
+    playing = player(DONE, completion(ids("214")), DONE, rewards=RAISES, min_episodes=min_episodes)
+    failed = await failure(playing, split=split, samples=3)
+    assert (failed.reason, failed.tokens, failed.lengths) == ("reward_error", 7, [2, 3, 2])
     assert "ZeroDivisionError" in failed.detail
+
+
+async def test_episode_without_a_score_is_left_out(player: MakePlayer) -> None:
+    playing = player(DONE, completion(ids("214")), HALF, CUT, rewards=RAISES, group_size=4)
+    scored = await playing.score(await playing.generate("train", 0, samples=4))
+    assert [(one.episode, one.reward) for one in scored.trajectories] == [(0, 1.0), (1, 1.0)]
+    assert scored.lost == {"reward_error": [3]}
 
 
 def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> float:
