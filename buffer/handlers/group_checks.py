@@ -188,9 +188,14 @@ def _longest_answer(trajectory: Trajectory, limit: int) -> int:
 
 
 def _check_training(group: Group, limits: GroupLimits) -> None:
-    """Raises: InvalidGroupError when it is not of one task, or of another number of episodes than a ticket asks for."""
+    """Raises: InvalidGroupError when it is not of one task, has another number of episodes than a ticket asks for, or
+    lost a longer one than there may be.
+    """
     if len(group.indices) != 1:
         raise InvalidGroupError(OTHER_TICKET, f"group {group.id}: {len(group.indices)} tasks, and its ticket has one")
+    longest_lost = max((length for lengths in group.lost.values() for length in lengths), default=0)
+    if longest_lost > limits.episode_tokens:
+        raise InvalidGroupError(ANSWER_TOO_LONG, f"group {group.id}: a lost episode of {longest_lost} tokens")
     episodes = _episodes(group)
     if episodes < limits.fewest_episodes or episodes + group.missing != limits.episodes:
         raise InvalidGroupError(
