@@ -25,8 +25,8 @@ def plugin_code(config: RunConfig) -> dict[str, str]:
         *(("reward", term.function or term.name, REWARDS) for term in rewards),
     ]
     targets = {resolve_plugin(kind, name, built_in) for kind, name, built_in in chosen if name not in built_in}
-    for section in (config.env, *config.env.tools, *rewards):
-        targets.update(_targets(section.options))
+    options = [config.env.options, *(tool.options for tool in config.env.tools), *(term.options for term in rewards)]
+    targets.update(_targets(options))
     found = {target: code_fingerprint(target.partition(":")[0]) for target in sorted(targets)}
     return {f"code of {target.partition(':')[0]}": fingerprint for target, fingerprint in found.items() if fingerprint}
 
