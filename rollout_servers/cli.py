@@ -13,6 +13,7 @@ from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, r
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
     from slipstream.configs.schema.buffer import Filter
+    from slipstream.configs.schema.rollout import RolloutConfig
 
 GC_OBJECTS = 50_000
 """New objects, less freed ones, after which Python looks for cycles among them."""
@@ -102,6 +103,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
         _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))
+        _require_short_penalty(config.rollout, config.env.name, has_sessions(env))
         scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
         scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
@@ -139,6 +141,18 @@ async def _serve(config: "RunConfig", name: str) -> None:
             await RolloutServer(config, name, player, engine).run()
         finally:
             await engine.close()
+
+
+def _require_short_penalty(config: "RolloutConfig", env: str, gives_sessions: bool) -> None:
+    """Raises: ConfigError for a penalty of overlong answers that a whole answer would get."""
+    from slipstream.configs.runtime.errors import ConfigError
+
+    most = config.sampling.max_tokens
+    if config.overlong is not None and config.overlong.cache_tokens > most and not gives_sessions:
+        raise ConfigError(
+            f"rollout.overlong.cache_tokens={config.overlong.cache_tokens} is more than "
+            f"rollout.sampling.max_tokens={most}, and episodes of env {env!r} have one answer; lower it"
+        )
 
 
 def _require_env_score(filters: "Sequence[Filter]", env: str, has_sessions: bool) -> None:

@@ -84,17 +84,10 @@ class Player:
             env_name: names the env in errors.
             ticket_deadline_s: a ticket is void after so long.
 
-        Raises: ConfigError if a reward has the name under which the rewards of sessions are recorded, or all of an
-            answer would be penalised as overlong.
+        Raises: ConfigError if a reward has the name under which the rewards of sessions are recorded.
         """
         if has_sessions(env) and ENV_SCORE in scorer.names:
             raise ConfigError(f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {env_name!r} give")
-        most = config.sampling.max_tokens
-        if config.overlong is not None and config.overlong.cache_tokens > most and not has_sessions(env):
-            raise ConfigError(
-                f"rollout.overlong.cache_tokens={config.overlong.cache_tokens} is more than "
-                f"rollout.sampling.max_tokens={most}, and episodes of env {env_name!r} have one answer; lower it"
-            )
         self.env = env
         self.tokenizer = tokenizer
         self.scorer = scorer

@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
@@ -61,6 +62,12 @@ async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) ->
     )
     with pytest.raises(ConfigError, match="tool_format"):
         await serve(config, "server-1")
+
+
+async def test_penalty_of_whole_answers_is_refused() -> None:
+    overrides = ["rollout.overlong={cache_tokens: 5}", "rollout.episode.tokens=8"]
+    with pytest.raises(ConfigError, match=r"rollout\.overlong\.cache_tokens=5 .*rollout\.sampling\.max_tokens=3"):
+        await serve(load_config(DEMO, overrides), "server-1")
 
 
 def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
