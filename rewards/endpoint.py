@@ -16,6 +16,8 @@ from slipstream.rewards.base import RewardUnavailable
 Value = TypeVar("Value")
 
 _LONGEST_BACKOFF_S: Final = 30.0
+_SPREAD: Final = 1.5
+"""Longest pause, as a multiple of the shortest: requests that failed together are not repeated together."""
 _RETRIED: Final = frozenset({408, 409, 429})  # and 5xx
 
 
@@ -33,7 +35,7 @@ class Endpoint:
         concurrency: int,
         per_minute: float | None = None,
     ) -> None:
-        """A try has `timeout_s`; after the n-th failure there is a pause of up to `backoff_s` times 2^(n-1)."""
+        """A try has `timeout_s`; after the n-th failure there is a pause of `backoff_s` times 2^(n-1) or a little more."""
         self.url = url.rstrip("/")
         self._headers = dict(headers or {})
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
@@ -46,7 +48,7 @@ class Endpoint:
     def worst_case_s(self) -> float:
         """Seconds of all tries and pauses of a request, without the wait for its turn."""
         pauses_s = (min(_LONGEST_BACKOFF_S, self._backoff_s * 2.0**attempt) for attempt in range(self._retries))
-        return (self._retries + 1) * self._timeout_s + math.fsum(pauses_s)
+        return (self._retries + 1) * self._timeout_s + _SPREAD * math.fsum(pauses_s)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The reply's JSON. Raises: as `ask` does."""
@@ -75,7 +77,7 @@ class Endpoint:
                 except (httpx.HTTPError, ValueError) as error:  # ValueError: no JSON
                     why = format_error(error)
                 if attempt < self._retries:
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(pause_s * random.uniform(1.0, _SPREAD))
         raise RewardUnavailable(f"{self.url}{path}: {why}")
 
     async def close(self) -> None:

@@ -76,7 +76,8 @@ class Judge:
     per_minute: float | None = Field(default=None, gt=0)
     """Requests a minute, of each worker."""
     cache: Path | None = None
-    """File that keeps ratings between runs, shared by all workers of a host; unset: each worker remembers some."""
+    """File that keeps ratings between runs, shared by all workers of a host; while it is locked or damaged, the judge is
+    asked. Unset: each worker remembers some."""
 
     def __post_init__(self) -> None:
         if self.lowest >= self.highest:
