@@ -12,8 +12,8 @@ from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
 
-LARGEST_SCORE = 1e15
-"""Sums of squares of larger ones are infinite in the float32 of the learner, which would skip every update."""
+LARGEST_SCORE = 1e6
+"""The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 
 Takes = Literal["answer", "episode", "group"]

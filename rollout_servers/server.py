@@ -23,6 +23,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import RESEND_S, Outbox
+from slipstream.rollout_servers.plugin_code import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.group import play_group
 from slipstream.rollout_servers.rollouts.player import Player
@@ -95,7 +96,7 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config),
+        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
     )
 
 

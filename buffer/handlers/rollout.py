@@ -1,6 +1,7 @@
 """Messages of rollout servers: hello, goodbye, failed tickets. Deliveries: `ingest.py`; heartbeats: `fleet.py`."""
 
 from collections.abc import Mapping
+from itertools import chain
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
@@ -21,7 +22,7 @@ class RolloutHandler:
     """Handles hello, goodbye and failed tickets."""
 
     def __init__(self, settings: Mapping[str, str], ledger: Ledger, fleet: Fleet, ingest: Ingest, send: Send) -> None:
-        """`settings` must be the same on every server."""
+        """`settings` must be the same on every server; others that a server reports, the same on all servers."""
         self._settings = settings
         self._ledger = ledger
         self._fleet = fleet
@@ -80,6 +81,10 @@ class RolloutHandler:
                 identity.require_unknown_incarnation(
                     hello.incarnation, await self._ledger.incarnation(peer_name(peer)), difference
                 )
+            return difference
+        others = chain(self._fleet.learner_settings(), self._fleet.server_settings(but=peer))
+        difference = identity.host_difference(hello.settings, self._settings, others)
+        if difference:
             return difference
         mine = identity.server_identity(hello)
         return identity.identity_change(mine, await self._ledger.identify(mine))

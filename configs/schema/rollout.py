@@ -23,7 +23,7 @@ class OverlongConfig(Section):
     turns, close to `rollout.episode.tokens`."""
 
     cache_tokens: int = Field(ge=1)
-    """Number of last tokens over which the penalty grows linearly from 0."""
+    """Number of last tokens over which the penalty grows linearly from 0; at most those of an answer, or episode."""
     penalty: float = Field(default=1.0, gt=0)
     """Penalty of an answer that is cut off."""
 
@@ -140,10 +140,11 @@ class RolloutConfig(Section):
                 f"rollout.sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"rollout.engine.max_model_len={engine.max_model_len}"
             )
-        if self.overlong is not None and self.overlong.cache_tokens > self.sampling.max_tokens:
+        if self.overlong is not None and self.overlong.cache_tokens > self.episode_tokens:
+            key = "episode.tokens" if self.episode.tokens else "sampling.max_tokens"
             problems.append(
                 f"rollout.overlong.cache_tokens={self.overlong.cache_tokens} is more than "
-                f"rollout.sampling.max_tokens={self.sampling.max_tokens}"
+                f"rollout.{key}={self.episode_tokens}"
             )
         return problems
 

@@ -14,12 +14,13 @@ import pytest
 
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
-from tests.buffer.peers import OTHER_DTYPE, serving, until
+from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
 
@@ -99,6 +100,12 @@ async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) ->
         await serve(config, "server-1")
 
 
+async def test_penalty_of_whole_answers_is_refused() -> None:
+    overrides = ["rollout.overlong={cache_tokens: 5}", "rollout.episode.tokens=8"]
+    with pytest.raises(ConfigError, match=r"rollout\.overlong\.cache_tokens=5 .*rollout\.sampling\.max_tokens=3"):
+        await serve(load_config(DEMO, overrides), "server-1")
+
+
 def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     monkeypatch.setattr("os.getpid", lambda: 7)
@@ -109,7 +116,7 @@ def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"model": {"dtype": OTHER_DTYPE}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
+    [({"model": {"dtype": "bfloat16"}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
     ids=["dtype", "seed"],
 )
 async def test_differing_server_is_refused_before_its_engine(
@@ -124,7 +131,11 @@ async def test_differing_server_is_refused_before_its_engine(
         raise AssertionError("the engine starts")
 
     monkeypatch.setattr(build, "start_engine", start)
-    settings = digits_settings | {"redis": {"url": redis_url}, "run": digits_settings["run"] | {"name": run_name}}
+    settings = digits_settings | {
+        "redis": {"url": redis_url},
+        "run": digits_settings["run"] | {"name": run_name},
+        "model": digits_settings["model"] | {"dtype": "float32"},
+    }
     others = settings | {name: settings[name] | keys for name, keys in change.items()}
     async with serving(RunConfig.model_validate(settings)) as service:
         with pytest.raises(RefusedError, match=key):
