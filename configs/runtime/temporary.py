@@ -94,12 +94,12 @@ def _remove_unlocked(folder: Path) -> bool:
 
 def _remove_torchrun(folder: Path) -> bool:
     owner = (folder / _OWNER).read_text()
-    process, _, namespace = owner.split()
-    # A process of another namespace, such as another container's, can't be looked up.
-    if namespace != _namespace() or _identity(int(process)) == owner:
-        return False
-    shutil.rmtree(folder)
-    return True
+    match owner.split():
+        # A process of another namespace, such as another container's, can't be looked up.
+        case [process, _, namespace] if namespace == _namespace() and _identity(int(process)) != owner:
+            shutil.rmtree(folder)
+            return True
+    return False  # it runs, is unknown, or the disk was full when it was recorded
 
 
 def _identity(process: int) -> str | None:

@@ -75,14 +75,16 @@ def test_temporary_files_are_the_systems_again_afterwards(common: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
-def test_folders_of_other_users_and_links_are_kept(common: Path) -> None:
+def test_folders_of_others_links_and_unknown_ones_are_kept(common: Path) -> None:
     others, elsewhere = common / "slipstream-server-a", common / "elsewhere"
     for folder in (others, elsewhere):
         folder.mkdir()
     os.chown(others, 12345, 12345)
     (common / "slipstream-server-b").symlink_to(elsewhere)
+    (common / "torchelastic_a").mkdir()
+    (common / "torchelastic_a" / "slipstream-owner").touch()  # on a full disk
     assert remove_leftovers() == []
-    assert len(list(common.iterdir())) == 3
+    assert len(list(common.iterdir())) == 4
 
 
 @pytest.mark.parametrize("marked", [True, False])
