@@ -100,7 +100,9 @@ class LearnerHandler:
         if other:
             raise RefusedError(other)
         await self._require_all_steps(hello)
-        back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
+        back, forgotten = await self._ledger.restart(
+            hello.step, learner=hello.incarnation, version=hello.version
+        )
         if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._registered = hello.incarnation
@@ -198,7 +200,13 @@ class LeaseQueue:
         except UnknownLearnerError:
             pass  # the learner's other connection gets UnknownPeer at its next report
         if lease is not None:
-            return m.Lease(request=request.request, group_ids=lease.ids, importance_weights=lease.importance_weights)
+            return m.Lease(
+                request=request.request,
+                group_ids=lease.ids,
+                importance_weights=lease.importance_weights,
+                oldest_version=lease.oldest_version,
+                staleness=lease.staleness,
+            )
         return m.NotReady(request=request.request) if _now() >= pending.until else None
 
     async def _lease(self, request: m.LeaseRequest) -> Lease | None:
