@@ -145,8 +145,9 @@ class Ledger:
     async def restart(self, steps: int, *, learner: str, version: int = 0) -> tuple[int, int]:
         """Starts a learner after `steps` steps: leased groups, and those of later steps, return to ready.
 
-        The next published version continues `version`, the last one before these steps' end. Returns the number of these groups, and the number of undone steps of which groups were forgotten. Repeating it
-        has no effect. Raises: SupersededError when another learner has taken over since the first call.
+        The next published version continues `version`, the last one that was published in these steps. Returns the
+        number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no effect.
+        Raises: SupersededError when another learner has taken over since the first call.
         """
         rules = self._training(steps)
         back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **rules)

@@ -151,7 +151,7 @@ def trajectory_figures(
     """Rewards, scores and lengths of a step's episodes, staleness of their trajectories, on all ranks; a collective.
 
     An episode's length is that of all its trajectories; it is cut off if its last one is. Staleness is that
-    of the stalest action token; its part in the queue is that of the least stale one, its part in flight the difference.
+    of the stalest action token; its part in the queue is that of the least stale one, the rest arose in flight.
 
     Args:
         staleness: of action tokens, by their policy version.
