@@ -100,9 +100,7 @@ class LearnerHandler:
         if other:
             raise RefusedError(other)
         await self._require_all_steps(hello)
-        back, forgotten = await self._ledger.restart(
-            hello.step, learner=hello.incarnation, version=hello.version
-        )
+        back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation, version=hello.version)
         if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._registered = hello.incarnation

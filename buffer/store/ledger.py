@@ -146,8 +146,8 @@ class Ledger:
         """Starts a learner after `steps` steps: leased groups, and those of later steps, return to ready.
 
         The next published version continues `version`, the last one that was published in these steps. Returns the
-        number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no effect.
-        Raises: SupersededError when another learner has taken over since the first call.
+        number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no
+        effect. Raises: SupersededError when another learner has taken over since the first call.
         """
         rules = self._training(steps)
         back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **rules)
