@@ -3,6 +3,8 @@
 `test_ledger_interleavings` covers their combinations.
 """
 
+from typing import Any
+
 import pytest
 
 from slipstream.buffer.store.ledger import Ledger
@@ -46,7 +48,7 @@ async def trained_run(store: Ledger, steps: int) -> list[Lease]:
 
 
 async def restart(store: Ledger, name: str, done: int, *, version: int) -> None:
-    """A learner starts from the checkpoint of `done` steps, in which version `done` was the last; publishes `version`."""
+    """A learner starts from the checkpoint of `done` steps and of the version `done`; it publishes `version`."""
     await store.restart(done, learner=name, version=done)
     await store.publish(version, evaluate=False)
 
@@ -111,8 +113,8 @@ async def test_undone_versions_that_are_not_repeated_are_far_away(store: Ledger,
     """Groups of the first undone step are forgotten: what later undone versions generated is of another training."""
     await trained_run(store, 6)
     await store.durable(6)
-    forgotten = await store.scripts.redis.zrangebyscore(f"{run_prefix(store.run)}:durable", done, done)
-    assert await store.exported([id.decode() for id in forgotten[:1]], forget=True) == 1
+    undone: list[Any] = await store.scripts.redis.zrangebyscore(f"{run_prefix(store.run)}:durable", done, done)
+    assert await store.exported([undone[0].decode()], forget=True) == 1
     await restart(store, "another", done, version=7)
     lease = await store.lease(done, consuming_version=7, count=PER_STEP)
     known = {} if lease is None else lease.staleness_of
