@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -67,5 +68,9 @@ def test_restarted_learner_loses_few_groups(tmp_path: Path, forks: ForkServerCon
         counts = run.pipeline.summary()["groups"]
         reasons = counts["reasons"]
         print(f"{counts['issued']} issued, of them expired: {reasons}")  # noqa: T201  (docs/faults.md)
+        gradients = defaultdict[int, list[float]](list)
+        for record in run.pipeline.records("step"):
+            gradients[record["step"]].append(record["grad_norm"])
+        assert all(each == pytest.approx(each[0], rel=1e-3) for each in gradients.values()), "not repeated"
         lost = reasons.get("expired:too_stale", 0)
         assert lost <= LEARNER_KILLS * run.config.learner.groups_per_step, reasons
