@@ -53,7 +53,7 @@ compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
-MOST_REWARD: Final = 1e6
+MOST_REWARD: Final = 1e8
 """Largest absolute reward and score: rewards are near 1, and larger ones than this are a mistake of their function."""
 MOST_SCORES: Final = 1024
 """Scores of an episode: rewards, their parts, and the env's metrics."""
