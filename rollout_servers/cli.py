@@ -5,14 +5,13 @@ Imports stand inside the functions: before `main` has set the handler, Ctrl-C wo
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, restore_default_sigint
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
-    from slipstream.configs.schema.buffer import Filter
 
 GC_OBJECTS = 50_000
 """New objects, less freed ones, after which Python looks for cycles among them."""
@@ -90,10 +89,12 @@ async def _serve(config: "RunConfig", name: str) -> None:
 
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.models import initial_model
+    from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.env.base import has_sessions, offers_tools
     from slipstream.env.registry import build_env
     from slipstream.rewards.scorer import Scorer
+    from slipstream.rollout_servers.env_check import env_problems
 
     log = get_log("rollout.cli")
     # Names and keys are checked first: the engine's start takes many seconds.
@@ -101,7 +102,8 @@ async def _serve(config: "RunConfig", name: str) -> None:
         client_keys(config.security, ROLLOUT, service=service)
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
-        _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))
+        if problems := env_problems(config, env):
+            raise ConfigError(problems)
         scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
         with heavy_imports():
@@ -138,19 +140,6 @@ async def _serve(config: "RunConfig", name: str) -> None:
             await RolloutServer(config, name, player, engine).run()
         finally:
             await engine.close()
-
-
-def _require_env_score(filters: "Sequence[Filter]", env: str, has_sessions: bool) -> None:
-    """Raises: ConfigError if a filter judges the score of sessions, and the env has none: it would drop every group."""
-    from slipstream.configs.runtime.errors import ConfigError
-    from slipstream.configs.schema.run import ENV_SCORE
-
-    judged = [chosen.score for chosen in filters if chosen.name == "dynamic_sampling"]
-    if ENV_SCORE in judged and not has_sessions:
-        raise ConfigError(
-            f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {env!r} has no "
-            "sessions; name a reward term"
-        )
 
 
 def engine_seeds(run_seed: int, server: str) -> Iterator[int]:

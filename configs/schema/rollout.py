@@ -36,6 +36,10 @@ class EpisodeConfig(Section):
     makes of the dialogue; where it rewrites earlier turns, the episode continues in another trajectory."""
     tool_format: Literal["auto", "hermes", "qwen3_xml", "llama_json", "none"] = "auto"
     """Format of tool calls in an answer. `auto`: that of the chat template, in episodes that offer tools."""
+    tool_prompt: Literal["template", "system"] = "template"
+    """Place of the tools' schemas in a chat prompt. `template`: where the chat template puts them. `system`: a system
+    message that asks for calls in `tool_format` (`auto`: that of the chat template, else `hermes`), with results as
+    messages of the user: for chat templates without tools."""
     turns: int | None = Field(default=None, ge=1)
     """Maximal answers of an episode; unset: no limit."""
     tokens: int | None = Field(default=None, ge=1)
@@ -139,6 +143,11 @@ class RolloutConfig(Section):
 
     def _episode_problems(self) -> list[str]:
         episode, problems = self.episode, []
+        if episode.tool_prompt == "system" and episode.tool_format == "none":
+            problems.append(
+                "rollout.episode.tool_prompt=system asks for calls in a format, and tool_format=none has none; choose "
+                "rollout.episode.tool_format, or leave it out"
+            )
         if episode.tokens is not None and episode.tokens < self.sampling.max_tokens:
             problems.append(
                 f"rollout.episode.tokens={episode.tokens} is less than the tokens of one answer, "

@@ -20,6 +20,20 @@ ENV_SCORE: Final = "env"
 """The name under which the sum of a session's rewards is recorded."""
 
 
+PORT_COUNT: Final = 5
+"""Ports of a run on one machine."""
+
+
+def port_defaults(base: int) -> dict[str, dict[str, object]]:
+    """The defaults that follow from `run.port_base`, by section and key."""
+    buffer = f"tcp://127.0.0.1:{base + 1}"
+    return {
+        "redis": {"port": base},
+        "buffer": {"bind": buffer, "endpoint": buffer},
+        "weights": {"control_port": base + 2, "store_port": base + 3, "stream_port": base + 4},
+    }
+
+
 class RunSection(Section):
     """Identity of the run and the place of its files."""
 
@@ -31,6 +45,10 @@ class RunSection(Section):
     """Seed of the task order, of a built model's weights and, with the server's name, of each server's sampling."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
+    port_base: int | None = Field(default=None, ge=1, le=65536 - PORT_COUNT)
+    """First of five ports: the defaults of `redis.port`, `buffer.bind` with `buffer.endpoint` (on loopback),
+    `weights.control_port`, `weights.store_port` and `weights.stream_port`, in this order. Unset: `slipstream up`
+    chooses free ones, if all are on loopback, and writes them into the run folder's config.yaml."""
 
 
 _NO_ADAPTERS: Final = {
@@ -98,8 +116,8 @@ class ModelConfig(Section):
     """Branch, tag or commit of a hub's model; unset: its main branch."""
     build: Literal["digits", "text", "vision"] | None = None
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
-    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template; `vision` is a
-    Qwen2.5-VL with small letters, digits and a chat template."""
+    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template with tools; `vision` is
+    a Qwen2.5-VL with small letters, digits and a chat template."""
     dtype: Annotated[Dtype, BeforeValidator(_resolved)] = Field(default="auto", validate_default=True)
     """Precision of the engine and of the learner's forward and backward pass (master weights are float32); `auto`:
     bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs."""
@@ -234,6 +252,22 @@ class RunConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ports(cls, given: Any) -> Any:
+        """Fills in the ports that follow from `run.port_base`, where the keys are not given."""
+        base = given["run"].get("port_base") if isinstance(given, dict) and isinstance(given.get("run"), dict) else None
+        if not isinstance(base, int):
+            return given
+        filled = dict(given)
+        for name, defaults in port_defaults(base).items():
+            section = given.get(name) or {}
+            if name == "buffer" and isinstance(section, dict) and {"bind", "endpoint"} & section.keys():
+                continue  # they belong together
+            if isinstance(section, dict):
+                filled[name] = defaults | section
+        return filled
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -268,7 +268,8 @@ class MultiTurn:
             except ImageError as error:
                 raise EpisodeFailed(error.reason, error.detail) from error
             opening = replace(opening, messages=messages)
-        conversation.begin(opening, self._policy.prompt(opening.messages, images, tools=opening.tools))
+        shown = self._format.for_template(opening)
+        conversation.begin(opening, self._policy.prompt(shown.messages, images, tools=shown.tools))
 
     async def _turns(self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool) -> Ended | None:
         """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""

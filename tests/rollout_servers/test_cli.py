@@ -59,7 +59,7 @@ async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) ->
             "rollout": {"engine": {"name": "hf"}},
         }
     )
-    with pytest.raises(ConfigError, match="tool_format"):
+    with pytest.raises(ConfigError, match="tool_prompt"):
         await serve(config, "server-1")
 
 
