@@ -62,7 +62,7 @@ ELSEWHERE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("serve", "chat", "generate", "infer"),
-        "`vllm serve RUN_FOLDER/model` serves a trained model; `slipstream try CONFIG --model FOLDER` plays one episode",
+        "`vllm serve RUN_FOLDER/model` serves a trained model; `slipstream try CONFIG --model FOLDER` plays an episode",
     ),
     **dict.fromkeys(
         ("export", "merge", "convert", "save"),

@@ -40,7 +40,10 @@ def test_keys_below_a_foreign_section_are_all_answered(tmp_path: Path) -> None:
     file.write_text("model: {build: digits}\ntrainer: {save_freq: 1, test_freq: 2}", encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         load_config(file)
-    assert [problem.partition(":")[0] for problem in refused.value.problems] == ["trainer.save_freq", "trainer.test_freq"]
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
+        "trainer.save_freq",
+        "trainer.test_freq",
+    ]
 
 
 @pytest.mark.parametrize("ours", sorted({*VERL.values(), *TRL.values()}))

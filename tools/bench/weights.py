@@ -45,9 +45,12 @@ def command(argv: Sequence[str]) -> int:
         cases = {policy: POLICIES[policy] for policy in arguments.policies}
         if arguments.model is not None:
             cases = {name: saved_model(arguments.model, lora=name == "model-lora") for name in ("model", "model-lora")}
+        if arguments.keep_stale_kv:
+            cases = {
+                name: replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
+                for name, case in cases.items()
+            }
         for policy, case in cases.items() if GENERATION in arguments.parts else ():
-            if arguments.keep_stale_kv:
-                case = replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
             name = f"{GENERATION} {policy}"
             measured, details[name] = generation(workers, case, rounds=rounds, seconds=arguments.seconds)
             figures.show(measured)
