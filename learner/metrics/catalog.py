@@ -210,7 +210,7 @@ SUMMARY: Final = (
         "training steps; a repeated step counts once, an undone one not at all, nor in the means below",
     ),
     _metric("policy_version", "version", "last published version"),
-    _metric("reward_first reward_last", "", "mean reward of the first and of the last 10 steps"),
+    _metric("reward_first reward_last", "", "mean reward of the first and of the last 10 steps, of a third at most"),
     _metric("eval_reward", "", "`eval.reward`; null if evaluations score the trained reward"),
     _metric(
         "eval_score_first eval_score",
