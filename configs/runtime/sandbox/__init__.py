@@ -5,7 +5,7 @@ but its own. Started by root it runs as a user of its own, because RLIMIT_NPROC 
 processes of a user. Needs bubblewrap 0.8 and user namespaces.
 """
 
-from slipstream.configs.runtime.sandbox.checks import Check, Outcome
+from slipstream.configs.runtime.sandbox.checks import Check, Outcome, imports_of
 from slipstream.configs.runtime.sandbox.interpreter import find_interpreter
 from slipstream.configs.runtime.sandbox.process import FIRST_USER, START_S, SandboxLimits, SandboxUnavailable
 from slipstream.configs.runtime.sandbox.program import SandboxResult
@@ -20,6 +20,7 @@ __all__ = [
     "SandboxResult",
     "SandboxUnavailable",
     "find_interpreter",
+    "imports_of",
     "run_checks",
     "run_python",
 ]

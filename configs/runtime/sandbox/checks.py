@@ -32,12 +32,7 @@ from slipstream.configs.runtime.sandbox.process import (
 Outcome = Literal["passed", "failed", "timeout", "refused", "forged"]
 """`refused`: the check needs an operation on a program's object that a judge does not perform; `forged`: it passed, but
 so did `assert False`, or an object equalled one that it can't know."""
-_OUTCOMES: Final[dict[str, Outcome]] = {
-    "passed": "passed",
-    "failed": "failed",
-    "refused": "refused",
-    "forged": "forged",
-}
+_OUTCOMES: Final[tuple[Outcome, ...]] = ("passed", "failed", "refused", "forged")  # as the judge reports them
 _END_S: Final = 5.0  # between the end of a program's socket and that of its process
 
 
@@ -191,8 +186,9 @@ class _Session:
 
     def _outcome(self, report: str) -> Outcome:
         """The outcome of a check. Raises: SandboxUnavailable if the judge or the program was killed from outside."""
-        if report in _OUTCOMES:
-            return _OUTCOMES[report]
+        for outcome in _OUTCOMES:
+            if report == outcome:
+                return outcome
         if report == "wall":
             return "timeout"
         if report == "":

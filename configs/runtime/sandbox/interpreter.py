@@ -16,7 +16,8 @@ from slipstream.configs.runtime.sandbox.process import Interpreter, SandboxLimit
 from slipstream.configs.runtime.sandbox.program import run_program
 
 SOURCES: Final = tuple(
-    (module.__name__, Path(module.__file__).read_text(encoding="utf-8")) for module in (wire, remote, judge, answer)
+    (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8"))
+    for module in (wire, remote, judge, answer)
 )
 """Names and sources of the modules that run inside, in the order in which they import each other."""
 

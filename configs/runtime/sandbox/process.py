@@ -74,6 +74,9 @@ class SandboxLimits:
     file_bytes: int = 16 << 20
 
 
+DEFAULT_LIMITS: Final = SandboxLimits()
+
+
 @dataclass(frozen=True)
 class Interpreter:
     """A Python that the sandbox can run.

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from slipstream.configs.runtime.sandbox.checks import Check, Outcome, evaluate
 from slipstream.configs.runtime.sandbox.interpreter import find_interpreter
-from slipstream.configs.runtime.sandbox.process import SandboxLimits
+from slipstream.configs.runtime.sandbox.process import DEFAULT_LIMITS, SandboxLimits
 from slipstream.configs.runtime.sandbox.program import SandboxResult, run_program
 
 Result = TypeVar("Result")
@@ -21,7 +21,7 @@ async def run_python(
     code: str,
     *,
     stdin: str = "",
-    limits: SandboxLimits = SandboxLimits(),
+    limits: SandboxLimits = DEFAULT_LIMITS,
     python: str | None = None,
     allow_unconfined: bool = False,
 ) -> SandboxResult:
@@ -45,7 +45,7 @@ async def run_checks(
     checks: Sequence[Check],
     *,
     imports: str = "",
-    limits: SandboxLimits = SandboxLimits(),
+    limits: SandboxLimits = DEFAULT_LIMITS,
     python: str | None = None,
     allow_unconfined: bool = False,
 ) -> list[Outcome]:

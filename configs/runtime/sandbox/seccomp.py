@@ -102,7 +102,7 @@ def syscall_filter(machine: str = platform.machine()) -> bytes | None:
 
 
 def _instructions(rule: _Rule, column: int) -> list[tuple[int, int, int, int]]:
-    """Code, jump if true, jump if false and operand of each; they end behind the last one if the rule does not apply."""
+    """Code, jump if true, jump if false and operand of each; the end is reached if the rule does not apply."""
     body = [(_RETURN, 0, 0, rule.action)]
     for test in reversed(rule.tests):
         away = len(body)

@@ -33,8 +33,9 @@ class Answer(Peer):
     def _run(self, source: str) -> None:
         if self._status is not None:
             os.write(self._status, b"started\n")
-        with open("main.py", "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib takes a while
-            file.write(source)  # tracebacks show its lines
+            os.close(self._status)
+            with open("main.py", "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib takes long
+                file.write(source)  # tracebacks show its lines
         sys.argv[:] = ["main.py"]
         self._scope["__file__"] = "main.py"
         exec(compile(source, "main.py", "exec", dont_inherit=True), self._scope)

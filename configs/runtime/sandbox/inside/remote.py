@@ -6,6 +6,7 @@ Arguments and results that are plain cross by value; containers that a call has 
 from __future__ import annotations
 
 import _operator
+import builtins
 import os
 import struct
 
@@ -29,15 +30,14 @@ _AS_PLAIN: Final[dict[Any, Callable[[Any], Any]]] = {
     **{kind: kind for kind in (set, frozenset, bytearray)},
 }
 """From an instance of a plain type's subclass to the plain value."""
-_BUILTINS: Final[dict[str, Any]] = __builtins__ if isinstance(__builtins__, dict) else vars(__builtins__)
 _TYPES: Final = {
     name: value
-    for name, value in _BUILTINS.items()
+    for name, value in vars(builtins).items()
     if isinstance(value, type) and (issubclass(value, BaseException) or value in (*_AS_PLAIN, bool, object))
 }
 """Builtin types that cross by name."""
 _ATTRIBUTES: Final = frozenset({"__name__", "__qualname__", "__doc__", "__dict__", "__annotations__"})
-"""The special attributes that a `Remote` reads from its object: others, such as numpy's, would be trusted by libraries."""
+"""The special attributes that a `Remote` reads from its object; libraries would trust others, such as numpy's."""
 UNARY: Final[dict[str, Callable[..., Any]]] = {
     **{f"__{name}__": getattr(_operator, name) for name in ("neg", "pos", "abs", "invert", "index")},
     "__len__": len,
@@ -81,7 +81,7 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     **ARITHMETIC,
     "getattr": getattr,
     "plain": lambda value: _AS_PLAIN[_base(value)](value),
-    "compares": lambda value: type(value).__eq__ is not object.__eq__,
+    "compares": lambda value: bool(type(value).__eq__ is not object.__eq__),  # type: ignore[comparison-overlap]
 }
 
 
@@ -120,7 +120,7 @@ class Remote:
         return self._remote_peer.ask("getattr", self, name)
 
     def __contains__(self, item: object) -> bool:  # compared here: its owner does not learn what is looked for
-        return any(item is each or item == each for each in self)
+        return any(item is each or item == each for each in iter(self))
 
 
 def _unary(name: str) -> Callable[..., Any]:
@@ -202,12 +202,8 @@ class Peer:
         kind = type(value)
         if kind is Remote:
             return "yours", value._remote_number
-        if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-            return "type", value.__name__
-        if isinstance(value, type) and value in self._mirrored:
-            return "yours", self._mirrored[value]
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return "error type", self.export(value), value.__name__, value.__base__
+        if isinstance(value, type):
+            return self._describe_type(value)
         if isinstance(value, BaseException):
             public = {name: each for name, each in vars(value).items() if not name.startswith("_")}
             return "error", kind, value.args, str(value), public
@@ -215,6 +211,15 @@ class Peer:
             return "plain", value.item()
         base = _base(value)
         return "mine", self.export(value), base.__name__ if base else ""
+
+    def _describe_type(self, kind: type) -> tuple[Any, ...]:
+        if _TYPES.get(kind.__name__) is kind:
+            return "type", kind.__name__
+        if kind in self._mirrored:
+            return "yours", self._mirrored[kind]
+        if issubclass(kind, BaseException):
+            return "error type", self.export(kind), kind.__name__, kind.__base__
+        return "mine", self.export(kind), ""
 
     def export(self, value: Any) -> int:
         """The number of one of this process's objects, which stays alive from now on."""

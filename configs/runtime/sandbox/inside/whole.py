@@ -32,21 +32,30 @@ def main(loader: str) -> None:
     token, task = ast.literal_eval(sys.stdin.read())
     _hide_memory()
     ours, theirs = socket.socketpair()
-    with theirs, subprocess.Popen(
-        [sys.executable, "-I", "-c", loader, str(theirs.fileno())],
+    try:
+        program = _start(loader, theirs, _NOBODY if os.geteuid() == 0 else None)
+    except OSError:  # another user may not run this interpreter
+        program = _start(loader, theirs, None)
+    theirs.close()
+    outcomes: list[str] = []
+    judge(Judge(ours.fileno()), task, outcomes.append)
+    program.kill()
+    sys.stdout.write(f"\n{token} {outcomes[-1]}\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _start(loader: str, end: socket.socket, user: int | None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", loader, str(end.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        env={},
-        preexec_fn=_leave_root,  # this process has one thread
-    ) as program:
-        theirs.close()
-        outcomes: list[str] = []
-        judge(Judge(ours.fileno()), task, outcomes.append)
-        program.kill()
-    print(f"\n{token} {outcomes[-1]}", flush=True)
-    os._exit(0)
+        pass_fds=[end.fileno()],
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+    )
 
 
 def _hide_memory() -> None:
@@ -55,10 +64,3 @@ def _hide_memory() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def _leave_root() -> None:
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)

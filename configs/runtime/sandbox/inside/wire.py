@@ -41,7 +41,7 @@ _BY_ARGUMENTS: Final[dict[tuple[str, str], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): lambda value: (str(value),),
     ("datetime", "date"): lambda value: (value.year, value.month, value.day),
     ("datetime", "timedelta"): lambda value: (value.days, value.seconds, value.microseconds),
-    ("datetime", "time"): lambda value: None if value.tzinfo else (*_clock(value),),
+    ("datetime", "time"): lambda value: None if value.tzinfo else _clock(value),
     ("datetime", "datetime"): lambda value: (
         None if value.tzinfo else (value.year, value.month, value.day, *_clock(value))
     ),
