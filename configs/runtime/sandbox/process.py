@@ -37,7 +37,7 @@ START_S: Final = 60.0
 STARTED: Final = b"started\n"
 _POLL_S: Final = 0.1  # until a cancelled run is ended
 _REAP_S: Final = 5.0
-_CPU_SLACK_S: Final = 0.1
+_CPU_SHARE: Final = 0.5  # of its limit: the kernel limits CPU time by ticks, which may be far more than it reports
 _FILES: Final = 64  # open ones of each process: the buffers of sockets are memory that RLIMIT_AS does not count
 _ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _MARKER: Final = "SLIPSTREAM_SANDBOX"  # variable in the environment of an unconfined program's processes
@@ -133,7 +133,7 @@ class Process:
         """The limit that ended the process, or `exit` if it has ended by itself. Raises: SandboxUnavailable."""
         assert self.exit_code is not None, "the process runs"
         if self.exit_code == 128 + signal.SIGKILL:
-            if self.cpu_s >= _whole_cpu_s(self.limits) - _CPU_SLACK_S:
+            if self.cpu_s >= _CPU_SHARE * _whole_cpu_s(self.limits):
                 return "cpu"
             if self.confined:
                 raise SandboxUnavailable("the program was killed from outside by signal 9")
@@ -315,10 +315,10 @@ def _bubblewrap(interpreter: Interpreter, limits: SandboxLimits, filter_file: in
     for name in ("bin", "lib", "lib64"):  # links into /usr, but on older systems folders
         path = Path("/", name)
         command += ["--symlink", f"usr/{name}", str(path)] if path.is_symlink() else ["--ro-bind-try", *[str(path)] * 2]
-    for inside, folder in interpreter.folders:
-        command += ["--ro-bind", folder, inside]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(limits.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    for inside, folder in interpreter.folders:  # which may be in /tmp
+        command += ["--ro-bind", folder, inside]
     # The root is a file system in memory without a limit.
     return [*command, "--remount-ro", "/", "--"]
 

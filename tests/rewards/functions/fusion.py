@@ -1,11 +1,13 @@
 """Sandbox Fusion's `run_code`, by a real interpreter of this machine and without a sandbox."""
 
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.configs.runtime.sandbox import find_interpreter
+PYTHON = shutil.which("python3", path="/usr/bin") or sys.executable  # any user can run it
 
 
 def fusion(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
@@ -17,7 +19,7 @@ def fusion(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
     if "LATE" in text:
         return 200, {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
     run = subprocess.run(
-        [find_interpreter().path, "-I", "-c", body["code"]],
+        [PYTHON, "-I", "-c", body["code"]],
         input=body["stdin"],
         capture_output=True,
         text=True,

@@ -46,7 +46,8 @@ ATTACKS = {
         CHECK,
     ),
     "excepthook": (
-        f"{TAKES}def hook(kind, error, trace):\n    take_all(trace.tb_frame)\n    os._exit(0)\n"
+        f"{TAKES}def hook(kind, error, trace):\n    while trace:\n        take_all(trace.tb_frame)\n"
+        "        trace = trace.tb_next\n    os._exit(0)\n"
         "sys.excepthook = hook\nraise ValueError",
         CHECK,
     ),
@@ -61,15 +62,16 @@ ATTACKS = {
         CHECK,
     ),
     "garbage collector": (
-        f"{TAKES}[take(each) for each in gc.get_objects() if type(each) is dict]\nos._exit(0)",
+        f"{TAKES}[take(each) for each in gc.get_objects() if type(each) is dict]\n"
+        "[take_all(each) for each in gc.get_objects() if isinstance(each, type(sys._getframe()))]\nos._exit(0)",
         CHECK,
     ),
     "exit": ("import os\nos._exit(0)", CHECK),
     "exit of a check": ("import os\ndef double(x): os._exit(0)", CHECK),
     "SystemExit": ("def double(x): raise SystemExit(0)", CHECK),
     "verdicts to all files": (
-        "import os\nfor file in range(1, 64):\n    for _ in range(9):\n        try: os.write(file, b'started\\nready\\npassed\\n')\n"
-        "        except OSError: pass\nos._exit(0)",
+        "import os\nfor file in [*range(1, 64)] * 9:\n    try: os.write(file, b'started\\nready\\npassed\\n')\n"
+        "    except OSError: pass\nos._exit(0)",
         CHECK,
     ),
     "verdict printed": ("print('passed')\nraise SystemExit(0)", CHECK),
@@ -87,7 +89,10 @@ ATTACKS = {
         "class math:\n    def isclose(*_): return True\ndef double(x): return 0",
         "assert math.isclose(double(2021), 4042)",
     ),
-    "the check's own names": ("def double(x): return 0\nwanted = 0", f"wanted = 4042\n{CHECK.replace('4042', 'wanted')}"),
+    "the check's own names": (
+        "def double(x): return 0\nwanted = 0",
+        f"wanted = 4042\n{CHECK.replace('4042', 'wanted')}",
+    ),
     "expected value of the caller": (
         "import sys\ndef double(x):\n    frame = sys._getframe()\n    while frame:\n"
         "        for each in frame.f_locals.values():\n            if each == 4042 and type(each) is int: return 4042\n"
@@ -107,22 +112,23 @@ ATTACKS = {
         CALLS,
     ),
     "other processes": (
-        "import os\nfor process in [os.getppid(), *range(2, 9)]:\n    for name in ('environ', 'cmdline', 'mem', 'fd/0'):\n"
+        "import os\nfor process in [os.getppid(), *range(2, 9)]:\n"
+        "    for name in ('environ', 'cmdline', 'mem', 'fd/0'):\n"
         "        try: text = open(f'/proc/{process}/{name}', 'rb').read(1 << 20)\n        except OSError: continue\n"
         "        if b'double(2021)' in text: double = lambda x: 4042",
         CHECK,
     ),
     "output of the judge": (
-        "import os\nfor name in ('1', '2', '3', '4'):\n    try: open(f'/proc/{os.getppid()}/fd/{name}', 'w').write('passed\\n')\n"
+        "import os\nfor name in range(1, 5):\n"
+        "    try: open(f'/proc/{os.getppid()}/fd/{name}', 'w').write('passed\\n')\n"
         "    except OSError: pass\nos._exit(0)",
         CHECK,
     ),
     "sources": (
-        "import os, sys\nplaces = ['main.py', '/tmp', '.', getattr(sys, 'argv', [''])[0]]\n"
-        "places += sys.orig_argv\nfor place in places:\n"
-        "    for name in [place] + ([os.path.join(place, each) for each in os.listdir(place)] if os.path.isdir(place) else []):\n"
-        "        try: text = open(name).read() if os.path.isfile(name) else name\n        except (OSError, ValueError): continue\n"
-        "        if 'double(2021)' + ' == ' in text: double = lambda x: 4042",
+        "import glob, os, sys\nfor name in ['main.py', *glob.glob('*'), *glob.glob('/tmp/*'), *sys.orig_argv]:\n"
+        "    try: text = open(name).read() if os.path.isfile(name) else name\n"
+        "    except (OSError, ValueError): continue\n"
+        "    if 'double(2021)' + ' == ' in text: double = lambda x: 4042",
         CHECK,
     ),
 }

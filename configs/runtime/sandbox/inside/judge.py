@@ -113,6 +113,11 @@ class Judge(Peer):
 class _Unknown:
     """Equal to nothing."""
 
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 def _is_of_checks(kind: type) -> bool:
     return kind.__module__ == "__main__" or kind is _Unknown
