@@ -101,7 +101,8 @@ ATTACKS = {
     ),
     "globals of an argument": (
         "def apply(f, x):\n    for name in ('__globals__', '__code__', '__builtins__', '__closure__', '__self__'):\n"
-        "        try: value = getattr(f, name)\n        except AttributeError: continue\n        return 4\n    return 0",
+        "        try: value = getattr(f, name)\n        except AttributeError: continue\n"
+        "        return 4\n    return 0",
         CALLS,
     ),
     "requests to the judge": (

@@ -16,7 +16,7 @@ NUMBERS = {
     | {"mount": 40, "unshare": 97, "setns": 268, "clone3": 435},
 }
 CALLS = """
-import ctypes, errno, os, socket
+import ctypes, errno, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
 for name, number in NUMBERS.items():
     libc.syscall(number, 0, 0, 0, 0, 0, 0)
@@ -26,6 +26,10 @@ for family in (socket.AF_INET, socket.AF_VSOCK, socket.AF_PACKET, socket.AF_NETL
         socket.socket(family)
     except PermissionError:
         print(family, "EPERM")
+try:
+    resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+except ValueError:
+    print("limit EPERM")
 print(len(socket.socketpair()))
 """
 MEMORY = """
@@ -62,7 +66,9 @@ async def test_dangerous_system_calls_are_denied() -> None:
     *denied, pair = result.stdout.splitlines()
     absent = {"clone3", "x32 getpid"}
     expected = [f"{name} {'ENOSYS' if name in absent else 'EPERM'}" for name in numbers]
-    assert denied == [*expected, "2 EPERM", "40 EPERM", "17 EPERM", "16 EPERM", "38 EPERM"], result.stderr
+    assert denied == [*expected, "2 EPERM", "40 EPERM", "17 EPERM", "16 EPERM", "38 EPERM", "limit EPERM"], (
+        result.stderr
+    )
     assert pair == "2"
 
 
