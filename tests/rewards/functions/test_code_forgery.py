@@ -66,6 +66,10 @@ ATTACKS = {
         "[take_all(each) for each in gc.get_objects() if isinstance(each, type(sys._getframe()))]\nos._exit(0)",
         CHECK,
     ),
+    "end of the check's loop": (
+        "def double(x): raise StopIteration",
+        "assert all(map(lambda x: double(x) == 2 * x, [1, 2]))",
+    ),
     "exit": ("import os\nos._exit(0)", CHECK),
     "exit of a check": ("import os\ndef double(x): os._exit(0)", CHECK),
     "SystemExit": ("def double(x): raise SystemExit(0)", CHECK),

@@ -47,7 +47,12 @@ class Judge(Peer):
         """See the base class. Hash values differ between processes."""
         if operation == "__hash__" and args[0]._remote_base:
             return hash(self._plain(args[0]))
-        return super().ask(operation, *args, **named)
+        try:
+            return super().ask(operation, *args, **named)
+        except StopIteration as error:
+            if operation == "__next__":
+                raise
+            raise RuntimeError("StopIteration") from error  # it would end a loop of the checks, such as all(map(…))
 
     def combine(self, operation: str, left: Any, right: Any) -> Any:
         """See the base class. Raises: Refused if the program would learn an expected value, or judge it itself."""
