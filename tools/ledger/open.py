@@ -78,7 +78,9 @@ def find_run(run: str | None) -> tuple[RunPaths, RunConfig]:
         root = _latest()
     elif Path(run).is_file():
         config = load_config(Path(run))
-        return config.paths, config
+        if not config.paths.config.is_file():
+            return config.paths, config
+        root = config.paths.root  # its own configuration has the ports that were chosen for the run
     else:
         root = Path(run) if Path(run).is_dir() else RUNS / run
         if not root.is_dir():

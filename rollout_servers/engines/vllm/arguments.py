@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slipstream.configs.images import MOST_IMAGES
-from slipstream.configs.models import takes_images
+from slipstream.configs.models import has_latent_attention, takes_images
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineSettings
 
@@ -91,6 +91,9 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
     if not gpu:
         arguments["enforce_eager"] = True
         arguments["async_scheduling"] = False
+        if has_latent_attention(settings.model):
+            # On a CPU with AMX vLLM chooses another kernel, whose weights can't be float32.
+            arguments["attention_backend"] = "CPU_MLA"
         if engine.max_model_len <= CPU_BLOCK_TOKENS and not settings.return_experts:
             # Only full blocks are shared, so nothing ever is; the search for them costs a tenth of a step.
             arguments["enable_prefix_caching"] = False

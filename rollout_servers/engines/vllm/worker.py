@@ -243,7 +243,12 @@ def tie_head(model: nn.Module) -> None:
 
 
 class CompleteNccl(NCCLWeightTransferEngine):
-    """vLLM's receiver of NCCL broadcasts, with a check that every parameter was loaded."""
+    """vLLM's receiver of NCCL broadcasts, with a check that every parameter was loaded.
+
+    vLLM receives each bucket on one of two streams and keeps views of it until the layers that it begins are complete,
+    which may be while the other stream loads the next one. Neither stream waits for the other, nor does the allocator
+    learn of the second one (`record_stream`): so each bucket is loaded to its end before another is received.
+    """
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receives a version. Raises: RuntimeError naming the parameters without a tensor."""
@@ -253,6 +258,8 @@ class CompleteNccl(NCCLWeightTransferEngine):
         def noted(tensors: Any) -> None:
             with copies_reloaded(model):
                 loaded.update(load(tensors))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
 
         model.load_weights = noted
         try:
