@@ -30,8 +30,11 @@ def main() -> None:
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.network import use_loopback_interface
+    from slipstream.configs.runtime.passwords import drop_learners_secrets
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+    from slipstream.configs.runtime.temporary import own_temporary_folder, remove_leftovers
 
+    drop_learners_secrets()  # envs, tools and rewards must not see them
     config = parse_run_arguments("Run one rollout server.")
     # Before torch is imported: its threads would spin on the cores that the engine needs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,8 +48,11 @@ def main() -> None:
     gc.set_threshold(GC_OBJECTS)
     raise_open_file_limit()
     use_loopback_interface(config.weights.bind)
+    if removed := remove_leftovers():
+        get_log("rollout.cli").info("temporary files of dead processes removed", folders=len(removed))
     try:
-        sys.exit(uvloop.run(serve(config, name)))
+        with own_temporary_folder():
+            sys.exit(uvloop.run(serve(config, name)))
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("rollout.cli").error("rollout server failed", error=problem)
@@ -106,6 +112,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
             raise ConfigError(problems)
         scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
+        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         with heavy_imports():
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine

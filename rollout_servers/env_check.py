@@ -16,6 +16,12 @@ def env_problems(config: RunConfig, env: Env) -> list[str]:
             f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {name!r} has no sessions; name "
             "a reward term"
         )
+    overlong, most = config.rollout.overlong, config.rollout.sampling.max_tokens
+    if overlong is not None and overlong.cache_tokens > most and not has_sessions(env):
+        problems.append(
+            f"rollout.overlong.cache_tokens={overlong.cache_tokens} is more than rollout.sampling.max_tokens={most}, "
+            f"and episodes of env {name!r} have one answer; lower it"
+        )
     if has_sessions(env) and any(term.name == ENV_SCORE for term in config.rewards):
         problems.append(
             f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {name!r} give; name the term "

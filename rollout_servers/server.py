@@ -23,6 +23,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import RESEND_S, Outbox
+from slipstream.rollout_servers.plugin_code import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.group import play_group
 from slipstream.rollout_servers.rollouts.player import Player
@@ -95,7 +96,7 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config),
+        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
     )
 
 
@@ -232,9 +233,15 @@ class RolloutServer:
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
-            self._outbox.fail(
-                m.GroupFailed(id=ticket.id, kind=ticket.kind, reason=error.reason, detail=detail, tokens=error.tokens)
+            failed = m.GroupFailed(
+                id=ticket.id,
+                kind=ticket.kind,
+                reason=error.reason,
+                detail=detail,
+                tokens=error.tokens,
+                lengths=list(error.lengths),
             )
+            self._outbox.fail(failed)
         else:
             self._backoff.record_success()
             if ticket.kind != m.EVAL:  # of the held-out tasks one may work, and no other

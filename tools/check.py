@@ -19,7 +19,7 @@ from slipstream.configs.images import ImageError
 from slipstream.configs.models import initial_model
 from slipstream.configs.models import model_problems as missing_models
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
+from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig
@@ -27,7 +27,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
 from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
-from slipstream.rewards.base import Episode, EpisodeTurn, FailureReason, RewardFailed
+from slipstream.rewards.base import Episode, EpisodeTurn, Failure, FailureReason
 from slipstream.rewards.functions.by_source import BySource
 from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
@@ -290,20 +290,21 @@ async def _check_rewards(
     right = "" if _reference_is_tests(config, task) else task.reference
     answers = {"reference" if right else "empty": right, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
-    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}))
+    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), retry_s=())
     try:
+        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         for kind, answer in answers.items():
-            result = (await scorer.score([_episode(task, opening, answer)]))[0]
+            (result,) = await scorer.score([_episode(task, opening, answer)])
+            if isinstance(result, Failure):
+                problem = f"rewards of {where}: {result}"
+                if result.reason not in PASSING:
+                    return [problem]
+                report.warnings.append(problem)
+                return []
             for name, value in {**result.scores, "sum": result.reward}.items():
                 report.rewards.setdefault(name, {})[kind] = value
-    except RewardFailed as error:
-        problem = f"rewards of {where}: {error}"
-        if error.reason not in PASSING:
-            return [problem]
-        report.warnings.append(problem)
-        return []
-    except SlipstreamError as error:
-        return [f"rewards of {where}: {error}"]
+    except ConfigError as error:
+        return list(error.problems)
     finally:
         scorer.close()
     total = report.rewards["sum"]

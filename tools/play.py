@@ -195,7 +195,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
     if arguments.task >= env.size(split):
         raise ConfigError(f"--task {arguments.task}: env {config.env.name} has {env.size(split)} {split} tasks")
     scoring = config.scoring.model_copy(update={"workers": min(1, config.scoring.workers)})
-    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated)
+    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated, retry_s=())
     try:
         tokenizer = Tokenizer(model)
         if arguments.keyboard:
@@ -206,7 +206,8 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
             unscored = await player.generate(split, arguments.task, samples=1)
-            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, await player.score(unscored))
+            scored = await player.score(unscored)
+            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, scored.trajectories)
         finally:
             await engine.close()
     finally:

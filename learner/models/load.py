@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from slipstream.configs.models import model_fingerprint, require_peft, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.run import FLASH_IN_FLOAT32, LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
@@ -169,6 +169,8 @@ def _config(path: Path) -> Any:
 
 def _loader(path: Path, config: Any, options: ModelOptions) -> WeightLoader:
     """The model without data, and the loader of its weights. Raises: ConfigError."""
+    if options.dtype == torch.float32 and options.attention == "flash_attention_2":
+        raise ConfigError(FLASH_IN_FLOAT32)
     with as_config_error(str(path)), without_remote_code(path):
         with _parameters_without_data():
             model: Any = auto_class(config.model_type).from_config(

@@ -71,7 +71,7 @@ class EngineSettings:
         )
         return cls(
             model=model,
-            dtype=config.model.dtype,
+            dtype=config.model.dtype_here,
             lora=config.model.lora,
             seed=config.run.seed,
             run=config.run.name,

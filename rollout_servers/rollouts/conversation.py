@@ -304,7 +304,7 @@ class Conversation:
         return sum(len(transcript.token_ids) for transcript in self.transcripts)
 
     def add_answer(self, completion: Completion) -> tuple[Action, str]:
-        """Appends an answer. Returns the action, and its text before the first call."""
+        """Appends an answer of at least one token. Returns the action, and its text before the first call."""
         self.transcripts[-1].add_action(completion)
         self.used_tokens += len(completion.token_ids)
         tokenizer = self.format.tokenizer
@@ -358,7 +358,7 @@ class Conversation:
             self._messages += observation
 
     def finish(self) -> None:
-        """Drops what follows the last answer."""
+        """Drops what follows the last answer, a rewritten context without an answer too."""
         self.transcripts = [transcript for transcript in self.transcripts if transcript.actions]
         for transcript in self.transcripts:
             transcript.end_with_action()

@@ -283,10 +283,10 @@ class MultiTurn:
                 until=budgets.generation_until,
                 max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
             )
-            action, content = conversation.add_answer(completion)
             if completion.token_ids:
+                action, content = conversation.add_answer(completion)
                 state.add_action(action, content)
-            if completion.finish_reason == "abort":
+            if completion.finish_reason == "abort" or not completion.token_ids:
                 return "wall" if budgets.wall_is_first and state.turns else None
             try:
                 async with asyncio.timeout_at(budgets.wall_at):

@@ -16,6 +16,7 @@ from slipstream.configs.models import initial_model
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.configs.runtime.temporary import remove_leftovers
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
@@ -30,6 +31,7 @@ from slipstream.tools.launch.progress import (
     make_screen,
     unbreakable_stdout,
 )
+from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -94,6 +96,7 @@ def command(argv: Sequence[str]) -> int:
     _check(config)
     if problems := disk_problems(config):
         raise ConfigError(problems)
+    remove_leftovers()
     with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
@@ -123,7 +126,8 @@ def _check(config: RunConfig) -> None:
 
     if sys.stdout.isatty():  # some seconds, which a log need not account for
         print("checking model, env, prompts and rewards", flush=True)
-    report = check_apart(config)
+    with withheld(withheld_from("rollout", config)):
+        report = check_apart(config)
     if report.problems:
         raise ConfigError(report.problems)
     for warning in report.warnings:
@@ -194,7 +198,13 @@ class Launch:
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
             options = ["--undo-steps"] if name == "learner" and undo_steps else []
-            self._supervisor.start(name, python(module, self._folder.config, *options), environment, grace_s=grace_s)
+            self._supervisor.start(
+                name,
+                python(module, self._folder.config, *options),
+                environment,
+                withheld=withheld_from(name, self._config),
+                grace_s=grace_s,
+            )
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
@@ -214,7 +224,9 @@ class Launch:
         from slipstream.tools.launch.redis import redis_command
 
         if self._config.redis.url is None:
-            self._supervisor.start("redis", redis_command(self._config.redis, self._config.paths.redis))
+            server = redis_command(self._config.redis, self._config.paths.redis)
+            # It has the password in a file.
+            self._supervisor.start("redis", server, withheld=withheld_from("redis", self._config))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready
