@@ -1,8 +1,10 @@
 """Final answers, and the majority among several."""
 
+import time
+
 import pytest
 
-from slipstream.rewards.answers import final_answer, majority
+from slipstream.rewards.answers import boxed, final_answer, majority
 
 
 @pytest.mark.parametrize(
@@ -11,6 +13,9 @@ from slipstream.rewards.answers import final_answer, majority
         (r"so \boxed{1} or rather \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         (r"\boxed{ 7 }", "7"),
         (r"\boxed{12} and cut off \boxed{13", "12"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{1 + \boxed{2}}", "2"),
         ("#### 1\n#### 2\nso it is", "2"),
         ("#### \n", "####"),
         ("3 + 4 = 7\n#### 7", "7"),
@@ -19,6 +24,12 @@ from slipstream.rewards.answers import final_answer, majority
 )
 def test_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
+
+
+def test_repeated_box_takes_linear_time() -> None:
+    began = time.process_time()
+    assert boxed(r"\boxed{" * 50_000) == ""
+    assert time.process_time() - began < 5
 
 
 def test_majority_is_of_final_answers() -> None:

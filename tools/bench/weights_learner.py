@@ -75,6 +75,16 @@ def build_policy(shape: Shape) -> nn.Module:
     return policy
 
 
+def load_policy(folder: Path) -> nn.Module:
+    """A saved model as a policy, in fp32 as a learner holds it. Raises: OSError, ValueError from transformers."""
+    attention.register()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention.NAME, dtype=torch.float32, local_files_only=True
+    )
+    policy: nn.Module = model.eval()
+    return policy
+
+
 @torch.no_grad()
 def adapt(policy: Any, lora: LoraConfig) -> None:
     """Adds random adapters, which alone are trained from now on."""
@@ -149,7 +159,7 @@ class Learner:
         self.publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
         self._taker = SnapshotTaker(
             policy,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=getattr(torch, config.model.dtype_here),
             bucket_bytes=config.weights.bucket_bytes,
             device=device if self.publisher.on_device else torch.device("cpu"),
             segments=config.run.name if self.publisher.offers("shm") else None,

@@ -1,11 +1,8 @@
-"""Checks of the run folder and the ports, before `slipstream up` starts anything."""
+"""Checks of the run folder and the mesh, before `slipstream up` starts anything."""
 
-import errno
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -14,12 +11,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import ParallelConfig
-from slipstream.configs.schema.run import ModelConfig
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.run import ModelConfig, port_defaults
 from slipstream.configs.yaml_text import YamlError, read_yaml
-from slipstream.learner.weights.members import BROADCAST
 from slipstream.tools.report import read_summary
 
 
@@ -58,7 +52,8 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
             begun = RunConfig.model_validate(before)
             require_same_identity(config, {**config_identity(begun), "env": begun.env.name})
     old, new = _flat(before), _flat(config.model_dump(mode="json"))
-    changed = sorted(key for key in old.keys() | new.keys() if before and old.get(key) != new.get(key))
+    keys = (old.keys() | new.keys()) - {"run.port_base", *_flat(port_defaults(0))}
+    changed = sorted(key for key in keys if before and old.get(key) != new.get(key))
     create_run_folder(folder, config)
     description = f"continues the unfinished run in {folder.root}"
     changes = ", ".join(f"{key} ({old.get(key)!r} before, {new.get(key)!r} now)" for key in changed)
@@ -74,59 +69,6 @@ def mesh_problems(parallel: ParallelConfig) -> list[str]:
         f"learner.parallel: {given} needs several ranks, but `slipstream up` starts one; remove it, or start the "
         "processes yourself, the learner with torchrun (docs/parallelism.md)"
     ]
-
-
-def port_problems(redis: RedisConfig, buffer: BufferConfig, weights: WeightsConfig) -> list[str]:
-    """One message for each address that a process of the run on this machine could not listen on."""
-    problems: list[str] = []
-    taken: dict[int, str] = {}
-    for key, host, port in needed_ports(redis, buffer, weights):
-        if port in taken:
-            problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
-            continue
-        taken[port] = key
-        # With buffer.bind alone changed, clients would connect to the old endpoint, perhaps another run's buffer.
-        remedy = "another port, in buffer.endpoint too" if key == "buffer.bind" else "another port"
-        problem = _listen_problem(host, port, remedy)
-        if problem:
-            problems.append(f"{key}: {problem}")
-    return problems
-
-
-def needed_ports(redis: RedisConfig, buffer: BufferConfig, weights: WeightsConfig) -> list[tuple[str, str, int]]:
-    """`(configuration key, host, port)` of every TCP port that a process started by `slipstream up` listens on."""
-    ports: list[tuple[str, str, int]] = []
-    if redis.url is None:
-        ports.append(("redis.port", "127.0.0.1", redis.port))
-    bind = urlsplit(buffer.bind)
-    if bind.scheme == "tcp" and bind.port is not None:
-        host = bind.hostname or "127.0.0.1"
-        ports.append(("buffer.bind", "0.0.0.0" if host == "*" else host, bind.port))
-    ports.append(("weights.control_port", weights.bind, weights.control_port))
-    broadcasts = weights.transport in {"auto", *BROADCAST}
-    if broadcasts:
-        ports.append(("weights.store_port", weights.bind, weights.store_port))
-    if broadcasts or weights.transport == "stream":
-        ports.append(("weights.stream_port", weights.bind, weights.stream_port))
-    return ports
-
-
-def _listen_problem(host: str, port: int, remedy: str) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Without it a port whose last connections are still in TIME_WAIT would look busy.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return (
-                    f"port {port} on {host} is busy; stop the process that listens there (`ss -ltnp 'sport = :{port}'` "
-                    f"names it) or choose {remedy}"
-                )
-            return f"can't listen on {host}:{port}: {error.strerror or error}"
-    return None
 
 
 def _move_aside(root: Path) -> Path:

@@ -1,7 +1,6 @@
 """`slipstream up`: checks the configuration, starts a run's processes on this machine, watches and stops them."""
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -12,15 +11,17 @@ from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
-from slipstream.configs.load import create_run_folder
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.load import create_run_folder, load_config
+from slipstream.configs.models import initial_model
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.configs.runtime.temporary import remove_leftovers
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
-from slipstream.tools.launch.preflight import finished_problems, mesh_problems, port_problems, prepare_folder
+from slipstream.tools.launch.disk import disk_problems, is_full
+from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
+from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -30,6 +31,7 @@ from slipstream.tools.launch.progress import (
     make_screen,
     unbreakable_stdout,
 )
+from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -43,8 +45,8 @@ THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 REDIS_DEADLINE_S = 120.0
 """A server loads a large append-only file before it answers."""
 QUOTED_LINES = 25
-MIN_FREE_BYTES = 4096
-"""A disk with less free space takes no file."""
+FULL_DISK_S = 10.0
+"""Time for which a run goes on although the disk of its folder is full: the removal of a checkpoint may make room."""
 TICK_S = 0.25
 
 
@@ -57,6 +59,10 @@ class ChildDied(SlipstreamError):
         super().__init__(
             f"{child.name} ended with {child.ending}{_kill_hint(child)}; the last lines of {child.console}:\n{quoted}"
         )
+
+
+class DiskFull(SlipstreamError):
+    """Nothing can be written into the run's folder any more."""
 
 
 class Stopped(SlipstreamError):
@@ -77,16 +83,20 @@ def command(argv: Sequence[str]) -> int:
     arguments, config = read_run_arguments(parser, argv)
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
+    if config.run.port_base is None and is_confined(config):
+        ports = f"run.port_base={choose_port_base(folder)}"
+        config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
-        *model_problems(config.model, config.learner),
-        *_key_problems(config.security),
         *mesh_problems(config.learner.parallel),
-        *_plugin_problems(config),
-        *port_problems(config.redis, config.buffer, config.weights),
+        *port_problems(config),
     ]
     if problems:
         raise ConfigError(problems)
+    _check(config)
+    if problems := disk_problems(config):
+        raise ConfigError(problems)
+    remove_leftovers()
     with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
@@ -109,24 +119,19 @@ def python(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
-def _key_problems(security: SecurityConfig) -> Sequence[str]:
-    from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
-
-    try:
-        for service, clients in CLIENTS.items():
-            service_keys(security, service)
-            for client in clients:
-                client_keys(security, client, service=service)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _plugin_problems(config: RunConfig) -> Sequence[str]:
+def _check(config: RunConfig) -> None:
+    """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
     # Imported here: --help and mistakes in the configuration are answered without it.
-    from slipstream.tools.check import plugin_problems, reward_terms
+    from slipstream.tools.check import check_apart
 
-    return plugin_problems(config.env, reward_terms(config))
+    if sys.stdout.isatty():  # some seconds, which a log need not account for
+        print("checking model, env, prompts and rewards", flush=True)
+    with withheld(withheld_from("rollout", config)):
+        report = check_apart(config)
+    if report.problems:
+        raise ConfigError(report.problems)
+    for warning in report.warnings:
+        print(f"warning: {warning}", flush=True)
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
@@ -153,6 +158,8 @@ class Launch:
         plan = Plan(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
         self._progress = Progress(plan)
         self._metrics = JsonLinesFollower(self._folder.metrics)
+        self._room_at = time.monotonic()
+        """Last time at which the disk had room."""
         self._logs = {name: JsonLinesFollower(self._folder.logs / f"{name}.jsonl") for name in MODULES}
 
     def run(self, *, undo_steps: bool) -> int:
@@ -181,7 +188,8 @@ class Launch:
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
         url = self._config.redis.url
-        self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
+        building = "building the model and " if self._config.model.path is None else ""
+        self._enter(building + ("starting Redis" if url is None else f"waiting for Redis at {url}"))
         self._start_redis()
         initial_model(self._config)
         self._wait_for_redis()
@@ -190,7 +198,13 @@ class Launch:
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
             options = ["--undo-steps"] if name == "learner" and undo_steps else []
-            self._supervisor.start(name, python(module, self._folder.config, *options), environment, grace_s=grace_s)
+            self._supervisor.start(
+                name,
+                python(module, self._folder.config, *options),
+                environment,
+                withheld=withheld_from(name, self._config),
+                grace_s=grace_s,
+            )
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
@@ -210,7 +224,9 @@ class Launch:
         from slipstream.tools.launch.redis import redis_command
 
         if self._config.redis.url is None:
-            self._supervisor.start("redis", redis_command(self._config.redis, self._config.paths.redis))
+            server = redis_command(self._config.redis, self._config.paths.redis)
+            # It has the password in a file.
+            self._supervisor.start("redis", server, withheld=withheld_from("redis", self._config))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready
@@ -227,11 +243,12 @@ class Launch:
     def _tick(self, timeout_s: float) -> None:
         """Waits up to `timeout_s`, shows the progress, and checks signals, children and the run folder.
 
-        Raises: Stopped at a signal; ChildDied when a child ended, except for the learner's success; ConfigError when
-        the run folder is gone and can't be made anew.
+        Raises: Stopped at a signal; ChildDied when a child ended, except for the learner's success; DiskFull;
+        ConfigError when the run folder is gone and can't be made anew.
         """
         self._signals.wait(timeout_s)
         self._restore_folder()
+        self._require_room()
         self._show_progress()
         learner = self._supervisor.children.get("learner")
         if learner is not None and learner.exit_code == 0:
@@ -256,6 +273,17 @@ class Launch:
             flush=True,
         )
 
+    def _require_room(self) -> None:
+        """Raises: DiskFull when there has been no room for FULL_DISK_S."""
+        now = time.monotonic()
+        if not is_full(self._folder.root):
+            self._room_at = now
+        elif now - self._room_at > FULL_DISK_S:
+            raise DiskFull(
+                f"the disk of {self._folder.root} has been full for {FULL_DISK_S:g} s: make room there; the same "
+                "command, without --fresh, continues the run"
+            )
+
     def _show_progress(self) -> None:
         self._read_records()
         self._screen.show(self._progress)
@@ -271,7 +299,9 @@ class Launch:
 
 
 def _waiting_for_redis(problem: str | None) -> str:
-    return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {problem}" if problem else ""
+    if not problem:
+        return ""
+    return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {problem}; start it there, or correct redis.url"
 
 
 def _kill_hint(child: Child) -> str:
@@ -286,5 +316,4 @@ def _kill_hint(child: Child) -> str:
 
 def _no_output(folder: Path) -> str:
     """The line in place of the last lines of a child that printed nothing."""
-    full = shutil.disk_usage(folder).free < MIN_FREE_BYTES
-    return f"(it printed nothing; the disk of {folder} is full)" if full else "(it printed nothing)"
+    return f"(it printed nothing; the disk of {folder} is full)" if is_full(folder) else "(it printed nothing)"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slipstream.configs.images import MOST_IMAGES
-from slipstream.configs.models import takes_images
+from slipstream.configs.models import has_latent_attention, takes_images
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineSettings
 
@@ -18,6 +18,8 @@ BACKEND = "slipstream_nccl"
 """Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
 ADAPTER_ID = 1
 """vLLM's id of the adapter, where there is one."""
+PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options of engines that run in several processes."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
 SERVER_VARIABLE = "SLIPSTREAM_ROLLOUT_SERVER"
@@ -91,6 +93,9 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
     if not gpu:
         arguments["enforce_eager"] = True
         arguments["async_scheduling"] = False
+        if has_latent_attention(settings.model):
+            # On a CPU with AMX vLLM chooses another kernel, whose weights can't be float32.
+            arguments["attention_backend"] = "CPU_MLA"
         if engine.max_model_len <= CPU_BLOCK_TOKENS and not settings.return_experts:
             # Only full blocks are shared, so nothing ever is; the search for them costs a tenth of a step.
             arguments["enable_prefix_caching"] = False

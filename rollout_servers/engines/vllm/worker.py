@@ -30,6 +30,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from slipstream.buffer.wire.weights.layout import layout, named_tensors
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
+from slipstream.rollout_servers.engines.vllm.adapter import use_one_adapter
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
 
@@ -243,7 +244,12 @@ def tie_head(model: nn.Module) -> None:
 
 
 class CompleteNccl(NCCLWeightTransferEngine):
-    """vLLM's receiver of NCCL broadcasts, with a check that every parameter was loaded."""
+    """vLLM's receiver of NCCL broadcasts, with a check that every parameter was loaded.
+
+    vLLM receives each bucket on one of two streams and keeps views of it until the layers that it begins are complete,
+    which may be while the other stream loads the next one. Neither stream waits for the other, nor does the allocator
+    learn of the second one (`record_stream`): so each bucket is loaded to its end before another is received.
+    """
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receives a version. Raises: RuntimeError naming the parameters without a tensor."""
@@ -253,6 +259,8 @@ class CompleteNccl(NCCLWeightTransferEngine):
         def noted(tensors: Any) -> None:
             with copies_reloaded(model):
                 loaded.update(load(tensors))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
 
         model.load_weights = noted
         try:
@@ -304,5 +312,6 @@ def end_with_server() -> None:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CompleteNccl)
+use_one_adapter()
 end_with_server()
 end_without_collecting()

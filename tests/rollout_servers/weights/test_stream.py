@@ -120,8 +120,12 @@ def test_transfers_use_the_same_threads(receiver: StreamReceiver, run_name: str)
     threads: list[set[str]] = []
 
     def answers(pull: Pull) -> list[Pull]:
-        tasks = Path("/proc/self/task").iterdir()
-        threads.append({task.name for task in tasks if (task / "comm").read_text().startswith("ZMQ")})
+        running = set()
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since it was listed
+                if (task / "comm").read_text().startswith("ZMQ"):
+                    running.add(task.name)
+        threads.append(running)
         return [pull]
 
     place = f"tcp://127.0.0.1:{free_port()}"
@@ -129,4 +133,4 @@ def test_transfers_use_the_same_threads(receiver: StreamReceiver, run_name: str)
     with learner(place, answers):
         for _ in range(2):
             receiver.receive(announce, Staging(run_name, shared=False))
-    assert threads[0] == threads[-1]
+    assert threads[0] >= threads[-1]  # some of another test's may have ended

@@ -1,25 +1,14 @@
-"""Checks of the run folder and the ports before a run starts."""
+"""Checks of the run folder and the mesh before a run starts."""
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
-from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.launch.preflight import (
-    finished_problems,
-    mesh_problems,
-    needed_ports,
-    port_problems,
-    prepare_folder,
-)
-from tests.conftest import free_port
+from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
 from tests.tools.run_command import demo_config
-
-BROADCAST_PORTS = {"control_port", "store_port", "stream_port"}
 
 
 @pytest.mark.parametrize("overrides", [[], ["model={path: /models/mine}"]], ids=["built", "from a folder"])
@@ -66,8 +55,8 @@ def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
 def test_continued_run_names_changed_keys(tmp_path: Path) -> None:
     assert prepare_folder(demo_config(tmp_path), fresh=False).startswith("a new run")
     assert prepare_folder(demo_config(tmp_path), fresh=False).endswith(str(tmp_path / "runs" / "demo"))
-    config = demo_config(tmp_path, "learner.steps=7")
-    assert prepare_folder(config, fresh=False).endswith("another learner.steps (400 before, 7 now)")
+    config = demo_config(tmp_path, "learner.steps=70", "run.port_base=20000")
+    assert prepare_folder(config, fresh=False).endswith("another learner.steps (400 before, 70 now)")
     assert load_config(config.paths.config) == config
 
 
@@ -95,32 +84,3 @@ def test_empty_written_configuration_is_replaced(tmp_path: Path) -> None:
     config.paths.config.write_text("")  # as a full disk leaves it
     assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
     assert load_config(config.paths.config) == config
-
-
-@pytest.mark.parametrize(
-    ("transport", "ports"),
-    [
-        ("auto", BROADCAST_PORTS),
-        ("gloo", BROADCAST_PORTS),
-        ("nccl", BROADCAST_PORTS),
-        ("stream", {"control_port", "stream_port"}),
-        ("shm", {"control_port"}),
-        ("file", {"control_port"}),
-    ],
-)
-def test_transport_determines_the_weight_ports(transport: str, ports: set[str]) -> None:
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": transport}})
-    keys = {key for key, _, _ in needed_ports(config.redis, config.buffer, config.weights)}
-    assert keys == {"redis.port", "buffer.bind", *(f"weights.{port}" for port in ports)}
-
-
-def test_busy_and_shared_ports_are_named_with_their_keys(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, redis = taken.getsockname()[1], free_port()
-        overrides = [f"redis.port={redis}", f"buffer.bind=tcp://127.0.0.1:{port}", "weights.transport=shm"]
-        config = demo_config(tmp_path, *overrides, f"weights.control_port={redis}")
-        busy, shared = port_problems(config.redis, config.buffer, config.weights)
-    assert busy.startswith(f"buffer.bind: port {port} ")
-    assert "buffer.endpoint" in busy
-    assert shared.startswith(f"weights.control_port: port {redis} ")
-    assert "redis.port" in shared

@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.paths import LEARNER, UP, hold_run_lock
+from slipstream.configs.paths import LEARNER, UP, RunPaths, hold_run_lock
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.ports import choose_port_base
 from slipstream.tools.launch.progress import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
@@ -39,20 +41,16 @@ def port_overrides(ports: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
-def free_ports() -> list[str]:
-    return port_overrides([free_port() for _ in PORT_KEYS])
-
-
 def up(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The demo on free ports, with its runs in `folder`."""
-    return slipstream("up", DEMO, *free_ports(), *arguments, folder=folder)
+    """The demo, with its runs in `folder`."""
+    return slipstream("up", DEMO, *arguments, folder=folder)
 
 
 @contextmanager
 def running(folder: Path, *arguments: object, all_started: bool = False) -> Iterator[subprocess.Popen[str]]:
     """The same while it runs; with `all_started`, from the time that its last process was started."""
     with subprocess.Popen(
-        command("up", DEMO, "--plain", *free_ports(), *arguments),
+        command("up", DEMO, "--plain", *arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -91,6 +89,9 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
+CHAT = ["env.name=gymnasium", "env.options={id: Blackjack-v1}", "rollout.sampling.ignore_eos=false"]
+"""An env of chat messages, for which the demo's model has no template."""
+
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
@@ -111,9 +112,10 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
         (["--fresh", "model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
         (["--fresh", "security.keys=absent"], "absent"),
         (["--fresh", "rewards=[{name: digit_match}, {name: exact_matc, weight: 0}]"], "'exact_match'"),
+        (["--fresh", *CHAT], "no chat template"),
         ([], "--fresh"),
     ],
-    ids=["model", "keys", "reward", "finished"],
+    ids=["model", "keys", "reward", "prompt", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
@@ -147,14 +149,14 @@ def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str, opti
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("free_bytes", "code", "named"), [(0, 2, "disk has room"), (10_000, 1, "runs/demo has room")])
-def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int, code: int, named: str) -> None:
+@pytest.mark.parametrize("free_bytes", [0, 10_000])
+def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int) -> None:
     with files_of_at_most(free_bytes):
         done = up(tmp_path, "--plain")
-    assert done.returncode == code
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "File too large" in line
-    assert named in line
+    assert "disk has room" in line
     assert left_behind(tmp_path) == []
 
 
@@ -179,6 +181,45 @@ def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
     assert f"{url}, " in waiting
     assert "120 s" in waiting
     assert "Connection refused" in waiting
+
+
+def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY", "OTHERS_KEY"}
+    for name in secrets:
+        monkeypatch.setenv(name, "hidden")
+    (tmp_path / "record.py").write_text(
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "name = os.environ['SLIPSTREAM_SUPERVISED'].split(':')[1].strip(';')\n"
+        "part = Path(sys.argv[1]).with_name(f'{name}.part')\n"
+        "part.write_text('\\n'.join(os.environ))\n"
+        "part.rename(part.with_suffix('.variables'))\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in MODULES:
+        monkeypatch.setitem(MODULES, name, "record")
+    judges = [
+        f"{{name: {name}, options: {{url: 'http://127.0.0.1:1/v1', model: m, api_key_variable: {key}}}}}"
+        for name, key in (("judge", "JUDGES_KEY"), ("my:judge", "OTHERS_KEY"))
+    ]
+    port = f"run.port_base={choose_port_base(RunPaths(tmp_path))}"
+    config = demo_config(tmp_path, port, f"rewards=[{', '.join(judges)}]")
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
+        Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0).start()
+        redis = supervisor.children["redis"].process.pid
+        got = {"redis": Path(f"/proc/{redis}/environ").read_text().split("\0")}
+        for name in MODULES:
+            file = config.paths.root / f"{name}.variables"
+            until(file.exists)
+            got[name] = file.read_text().splitlines()
+    assert {name: {each.split("=")[0] for each in variables} & secrets for name, variables in got.items()} == {
+        "redis": set(),
+        "buffer": {REDIS_PASSWORD_VARIABLE},
+        "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY"},
+        "rollout": {"JUDGES_KEY", "OTHERS_KEY"},
+    }
 
 
 def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) -> None:
@@ -240,6 +281,25 @@ def test_dead_child_error_has_the_likely_reason(
     assert absent not in message
 
 
+def test_full_disk_ends_the_run_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "idle.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    for name in MODULES:
+        monkeypatch.setitem(MODULES, name, "idle")
+    monkeypatch.setattr("slipstream.tools.launch.up.FULL_DISK_S", 0.5)
+    config = demo_config(tmp_path, f"run.port_base={choose_port_base(RunPaths(tmp_path))}")
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
+        launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        assert launch.run(undo_steps=False) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(config.paths.root) in line
+    assert "full" in line
+
+
 def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         assert "new run" in line_of(process)
@@ -290,10 +350,10 @@ def test_learner_gets_its_wait_deadline_to_stop(tmp_path: Path, monkeypatch: pyt
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     monkeypatch.setitem(MODULES, "learner", "stubborn")
     deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
-    config = demo_config(tmp_path, *deadlines, *free_ports())
+    config = demo_config(tmp_path, *deadlines, f"run.port_base={choose_port_base(RunPaths(tmp_path))}")
     create_run_folder(config.paths, config)
     with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
         launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)

@@ -1,5 +1,6 @@
 """Engine arguments and environment of vLLM."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, 
 
 
 def settings(
-    options: dict[str, object], *, stale: bool = False, context: int = 4096, rank: int | None = None
+    options: dict[str, object],
+    *,
+    stale: bool = False,
+    context: int = 4096,
+    rank: int | None = None,
+    model: Path = Path("/a/model"),
 ) -> EngineSettings:
     config = RunConfig.model_validate(
         {
@@ -20,7 +26,7 @@ def settings(
             "weights": {"keep_stale_kv": stale},
         }
     )
-    return EngineSettings.from_config(config, Path("/a/model"), eos_token_ids=())
+    return EngineSettings.from_config(config, model, eos_token_ids=())
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,23 @@ def test_context_within_a_block_disables_prefix_caching(
 ) -> None:
     found = engine_arguments(settings(options, context=context), gpu=False)
     assert found.get("enable_prefix_caching") is enabled
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rank", "options", "backend"),
+    [
+        (False, 512, {}, "CPU_MLA"),
+        (False, 512, {"attention_backend": "AMX_MLA"}, "AMX_MLA"),
+        (False, None, {}, None),
+        (True, 512, {}, None),
+    ],
+)
+def test_latent_attention_has_the_same_kernel_on_each_cpu(
+    tmp_path: Path, gpu: bool, rank: int | None, options: dict[str, object], backend: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": rank}))
+    found = engine_arguments(settings(options, model=tmp_path), gpu=gpu)
+    assert found.get("attention_backend") == backend
 
 
 @pytest.mark.parametrize(("rank", "most"), [(1, 1), (4, 8), (16, 16), (33, 64), (512, 512)])

@@ -33,7 +33,9 @@ def update(*names: str) -> dict[str, Any]:
     return {"names": names, "dtype_names": ["float32"] * len(names), "shapes": [[2]] * len(names)}
 
 
-def test_broadcast_without_a_parameter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a version in several buckets, whose broadcasts do nothing."""
     from slipstream.rollout_servers.engines.vllm.worker import CompleteNccl
 
     put_in_nccls_place(monkeypatch.setattr)
@@ -42,8 +44,21 @@ def test_broadcast_without_a_parameter_fails(monkeypatch: pytest.MonkeyPatch) ->
         parallel_config=None, model_config=SimpleNamespace(hf_config=text, hf_text_config=text)
     )
     receiver: Any = CompleteNccl(None, config, torch.device("cpu"), Model())  # type: ignore[arg-type]  # unused
-    receiver.packed, receiver.packed_buffer_size_bytes = True, 8  # bytes: several buckets
+    receiver.packed, receiver.packed_buffer_size_bytes = True, 8  # bytes: two tensors make a bucket
     receiver.model_update_group = SimpleNamespace(broadcast=lambda bucket, src: None)
+    return receiver
+
+
+def test_bucket_is_loaded_to_its_end_before_the_next(receiver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    receiver.model_update_group = SimpleNamespace(broadcast=lambda bucket, src: events.append("broadcast"))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: events.append("synchronize"))
+    receiver.receive_weights(receiver.update_info_cls(**update("first", "second", "third")))
+    assert events == ["broadcast", "synchronize"] * 2
+
+
+def test_broadcast_without_a_parameter_fails(receiver: Any) -> None:
     for _ in range(2):
         receiver.update_weights(update("first", "second", "third"))
         with pytest.raises(RuntimeError, match=r" second$"):

@@ -1,0 +1,103 @@
+"""The TCP ports of a run's processes on this machine: free ones are chosen, and busy ones refused."""
+
+import errno
+import random
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.network import is_local_address, is_loopback
+from slipstream.configs.schema.run import PORT_COUNT
+from slipstream.learner.weights.members import BROADCAST
+
+FIRST, LAST = 20_000, 32_000
+"""Range of the chosen ports, below the kernel's for outgoing connections, which could take one before it is used."""
+ATTEMPTS = 100
+
+
+def is_confined(config: RunConfig) -> bool:
+    """True if only processes of this machine can reach the run's: then they need no port that is known beforehand."""
+    return is_local_address(config.buffer.bind) and is_loopback(config.weights.bind)
+
+
+def choose_port_base(folder: RunPaths) -> int:
+    """The first of consecutive free ports: those that an unfinished run in the folder had, if they are still free.
+
+    Raises: ConfigError when none are found.
+    """
+    candidates = [random.randrange(FIRST, LAST, PORT_COUNT) for _ in range(ATTEMPTS)]
+    for base in [*_earlier_base(folder.config), *candidates]:
+        if not any(_listen_error("127.0.0.1", base + offset) for offset in range(PORT_COUNT)):
+            return base
+    raise ConfigError(
+        f"run.port_base: no {PORT_COUNT} consecutive free ports found between {FIRST} and {LAST}; set the first of such"
+    )
+
+
+def _earlier_base(file: Path) -> list[int]:
+    """`run.port_base` in the configuration of an earlier start; empty without one."""
+    try:
+        base = load_config(file).run.port_base
+    except ConfigError:  # none, or written by another release
+        return []
+    return [] if base is None else [base]
+
+
+def port_problems(config: RunConfig) -> list[str]:
+    """One message for each address that a process of the run on this machine could not listen on."""
+    problems: list[str] = []
+    taken: dict[int, str] = {}
+    for key, host, port in needed_ports(config):
+        if port in taken:
+            problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
+            continue
+        taken[port] = key
+        error = _listen_error(host, port)
+        if error is None:
+            continue
+        if error.errno != errno.EADDRINUSE:
+            problems.append(f"{key}: can't listen on {host}:{port}: {error.strerror or error}")
+            continue
+        # With buffer.bind alone changed, clients would connect to the old endpoint, perhaps another run's buffer.
+        remedy = "another port, in buffer.endpoint too" if key == "buffer.bind" else "another port"
+        problems.append(
+            f"{key}: port {port} on {host} is busy; stop the process that listens there (`ss -ltnp 'sport = :{port}'` "
+            f"names it) or choose {remedy}; without {key} and run.port_base a free one is chosen"
+        )
+    return problems
+
+
+def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
+    """`(configuration key, host, port)` of every TCP port that a process started by `slipstream up` listens on."""
+    redis, weights = config.redis, config.weights
+    ports: list[tuple[str, str, int]] = []
+    if redis.url is None:
+        ports.append(("redis.port", "127.0.0.1", redis.port))
+    bind = urlsplit(config.buffer.bind)
+    if bind.scheme == "tcp" and bind.port is not None:
+        host = bind.hostname or "127.0.0.1"
+        ports.append(("buffer.bind", "0.0.0.0" if host == "*" else host, bind.port))
+    ports.append(("weights.control_port", weights.bind, weights.control_port))
+    broadcasts = weights.transport in {"auto", *BROADCAST}
+    if broadcasts:
+        ports.append(("weights.store_port", weights.bind, weights.store_port))
+    if broadcasts or weights.transport == "stream":
+        ports.append(("weights.stream_port", weights.bind, weights.stream_port))
+    return ports
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Without it a port whose last connections are still in TIME_WAIT would look busy.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            return error
+    return None
