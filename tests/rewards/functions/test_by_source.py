@@ -73,7 +73,7 @@ REWARDS = {
 
 async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **options: Any) -> list[EpisodeReward]:
     term = RewardConfig(name="by_source", weight=2, options={"rewards": REWARDS, "key": key} | options)
-    scorer = Scorer([term], ScoringConfig(workers=workers), retry_s=())
+    scorer = Scorer([term], ScoringConfig(workers=workers), backoff_s=None)
     with closing(scorer):
         found = await scorer.score([episode(answer, "12", {key: source}) for answer in ("12", "13")])
     assert not any(isinstance(each, Failure) for each in found)
@@ -83,7 +83,7 @@ async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **o
 async def failed(source: Any, **options: Any) -> list[Failure | EpisodeReward]:
     """The results of three answers, the second of which is `hang`."""
     term = RewardConfig(name="by_source", options=options)
-    with closing(Scorer([term], ScoringConfig(workers=0, deadline_s=2.0), retry_s=())) as scorer:
+    with closing(Scorer([term], ScoringConfig(workers=0, deadline_s=2.0), backoff_s=None)) as scorer:
         return await scorer.score([episode(answer, "12", {"data_source": source}) for answer in ("12", "hang", "12")])
 
 
