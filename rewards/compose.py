@@ -13,7 +13,7 @@ from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
 
-LARGEST_SCORE = 1e6
+LARGEST_SCORE = 1e8
 """The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
 OUT_OF_TIME = (
     "not scored when the ticket's time was over; raise scoring.workers or, of an async reward, `concurrency`, or lower "
