@@ -38,6 +38,20 @@ async def ranks_later(episodes: Sequence[Episode]) -> list[float]:
     return ranks(episodes)
 
 
+class Counted:
+    """Scores how many calls have been open at a time."""
+
+    def __init__(self) -> None:
+        self.open = self.most = 0
+
+    async def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(0)
+        self.open -= 1
+        return float(self.most)
+
+
 RELEASED = threading.Event()
 
 
@@ -115,6 +129,12 @@ async def test_hanging_reward_costs_its_episode() -> None:
         RELEASED.set()
 
 
+@pytest.mark.parametrize(("keys", "most"), [({}, 2.0), ({"concurrency": 1}, 1.0)])
+async def test_open_calls_of_a_sources_reward_are_limited(keys: dict[str, Any], most: float) -> None:
+    found = await scored("counted", rewards={"counted": {"name": f"{HERE}:Counted", **keys}})
+    assert max(each.scores["by_source"] for each in found) == most
+
+
 async def test_unavailable_reward_keeps_its_reason() -> None:
     assert outcomes(await failed("lacks", rewards={"lacks": f"{HERE}:lacks"})) == ["reward_unavailable"] * 3
 
@@ -170,6 +190,7 @@ async def test_unknown_source_fails_unless_there_is_a_default(source: Any) -> No
         ({"default": "exact_mtch"}, "exact_match"),
         ({"reward": {}}, "reward"),
         ({"rewards": {"a": {"nme": "x"}}}, "nme"),
+        ({"rewards": {"a": {"name": "exact_match", "retries": 1}}}, "retries"),
     ],
 )
 def test_unusable_options_are_refused(options: dict[str, Any], part: str) -> None:
