@@ -12,7 +12,7 @@ from typing import Any, Final
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.model import ModelConfig
 
 WEIGHT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a hub's model that are downloaded; those in its folders are other forms of the same weights."""

@@ -55,7 +55,7 @@ class Endpoint:
         return await self.ask(path, body, lambda reply: reply)
 
     async def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Value]) -> Value:
-        """What `read` finds in the reply's JSON; a ValueError of it counts as a failure.
+        """Result of `read` for the reply's JSON; a ValueError of it counts as a failure.
 
         Raises: RewardUnavailable when the endpoint refuses the request, or all tries have failed.
         """

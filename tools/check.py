@@ -49,7 +49,7 @@ NOT_CHECKED: Final = (
     "the engine's start (rollout.engine.options, memory)",
     "packed sequences, which the learner compares with single ones",
 )
-"""What takes an engine, or the weights in memory."""
+"""Checks that take an engine, or the weights in memory."""
 
 
 @dataclass

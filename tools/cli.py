@@ -77,7 +77,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
     **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
 }
-"""What there is in place of commands that other frameworks have."""
+"""Answers to commands of other frameworks: the command or document to use instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

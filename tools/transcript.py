@@ -13,7 +13,7 @@ from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs.models import model_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.model import ModelConfig
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""

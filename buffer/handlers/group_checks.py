@@ -44,7 +44,7 @@ class InvalidGroupError(FrameError):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLimits:
-    """What any ticket of a run asks for."""
+    """Numbers of episodes and lengths that every ticket of a run asks for."""
 
     episodes: int
     """Of a group to train on."""

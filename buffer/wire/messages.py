@@ -201,7 +201,7 @@ class ServerStatus(Record, frozen=True):
     """Counters of a rollout server since its start."""
 
     server: Name = ""
-    version: int = 0
+    version: Count = 0
     tokens_generated: int = 0
     busy_s: float = 0.0
     """Time with at least one running episode."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from slipstream.configs.models import model_fingerprint, require_peft, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.run import FLASH_IN_FLOAT32, LoraConfig
+from slipstream.configs.schema.model import FLASH_IN_FLOAT32, LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule

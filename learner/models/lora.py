@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.configs.models import adapter_tensor, require_peft
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.parallel.fsdp import full_weights, reshard
 
 _NAME = "default"

@@ -19,7 +19,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.learner import KlConfig, LearnerConfig
-from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.model import ModelConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import KlCoefficient

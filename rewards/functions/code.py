@@ -152,7 +152,7 @@ class Code:
             )
         outcomes = await asyncio.gather(*(self._check_remotely(program, check) for check in checks))
         passed = [check for check, outcome in zip(checks, outcomes, strict=True) if outcome == "passed"]
-        if passed:  # there, nothing but the program's good manners may keep it from the judge
+        if passed:  # a program may break out of its process there, which is not this project's sandbox
             canary = Check.read(passed[0].source + _CANARY)
             if await self._check_remotely(program, canary) == "passed":
                 return ["forged" if outcome == "passed" else outcome for outcome in outcomes]

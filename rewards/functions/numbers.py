@@ -36,7 +36,7 @@ _AROUND: Final = re.compile(
       | [\s.,:;()\[\]'"’%$€£¥₹] )*+""",  # noqa: RUF001
     re.VERBOSE | re.IGNORECASE,
 )
-"""What may stand around a number: words, units, punctuation."""
+"""Text around a number: words, units, punctuation."""
 _EQUALS: Final = re.compile(r"(?<![<>!:])=|≈|\\approx(?![a-z])")
 _ARITHMETIC: Final = re.compile(r"(?>\\[a-z]+|[^\W\d_](?![^\W\d_])|[^\w,;]|[\d_])*+", re.IGNORECASE)
 _LIST: Final = re.compile(r"[ ]*(?:[,;–—]|or|and|to)?[ ]*", re.IGNORECASE)  # noqa: RUF001
@@ -110,7 +110,7 @@ def _cleaned(text: str) -> str:
 
 
 def _right_side(text: str) -> str:
-    """What stands right of the last `=`, if the left is a name or arithmetic; else the whole text."""
+    """The text right of the last `=`, if the left is a name or arithmetic; else the whole text."""
     *left, right = _EQUALS.split(text)
     names_one = not any(re.search(r"\d", part) or _REFUSED.search(part) for part in left)
     return right if names_one or all(map(_ARITHMETIC.fullmatch, left)) else text

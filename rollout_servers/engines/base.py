@@ -15,8 +15,8 @@ from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.models import placeholder_tokens
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.configs.schema.rollout import EngineConfig
-from slipstream.configs.schema.run import LoraConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.staging import Staging
 

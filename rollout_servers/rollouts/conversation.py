@@ -59,9 +59,9 @@ class ChatFormat:
     """Stop tokens with their texts."""
     tool_format: ToolFormat | None
     always_parses: bool
-    """Whether answers are parsed in episodes without tools too."""
+    """True if answers are parsed in episodes without tools too."""
     writes_tools: bool = False
-    """Whether tools, calls and results are plain messages; otherwise the template gets them."""
+    """True if tools, calls and results are plain messages; otherwise the template gets them."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: EpisodeConfig) -> "ChatFormat":
@@ -80,7 +80,7 @@ class ChatFormat:
         )
 
     def for_template(self, opening: Observation) -> Observation:
-        """What the chat template gets of an opening: its messages and schemas, or plain messages with both."""
+        """Arguments of the chat template for an opening: its messages and schemas, or plain messages with both."""
         if not self.writes_tools or self.tool_format is None or isinstance(opening.messages, str):
             return opening
         return Observation(plain_messages(opening.messages, opening.tools, self.tool_format))

@@ -25,7 +25,7 @@ from slipstream.configs.models import (
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.model import ModelConfig
 from tests.configs.conftest import DEMO
 from tests.configs.hub import COMMIT, serve_hub
 

@@ -16,7 +16,7 @@ VOCABULARY = 32
 IDS = [str(10**9 + number) for number in range(8)]
 """Of groups: never issued, so that no ticket decides whether one is refused."""
 TOO_MANY = m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1))
-TOO_LONG = (
+OUT_OF_BOUNDS = (
     m.GroupFailed(id="9" * 5000, kind=m.TRAIN, reason="broken", detail=""),
     m.GroupFailed(id="1", kind=m.TRAIN, reason="x" * 1025, detail=""),
     m.GroupFailed(id="1", kind=m.TRAIN, reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
@@ -24,8 +24,9 @@ TOO_LONG = (
     TOO_MANY,
     m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
     m.Credits(capacity=1, status=m.ServerStatus(), held=["9" * 65]),
+    m.Credits(capacity=1, status=m.ServerStatus(version=-1), held=[]),
 )
-"""Well-formed, but with oversized fields."""
+"""Well-formed, but with fields that are too long or too small."""
 OVERSIZED_HEADERS = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")), b"\x91" * 5000)
 """msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and deeply nested arrays."""
 
@@ -66,7 +67,7 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
         elif choice < 0.1:
             yield [rng.choice(OVERSIZED_HEADERS) + rng.randbytes(rng.randrange(50))]
         elif choice < 0.15:
-            long = rng.choice([each for each in TOO_LONG if each is not TOO_MANY])
+            long = rng.choice([each for each in OUT_OF_BOUNDS if each is not TOO_MANY])
             yield [encode(long)] + [b""] * (len(long.ids) if isinstance(long, m.Deliver) else 0)
         else:
             yield [_damaged(rng.choice(good), rng), *(rng.randbytes(9) for _ in range(rng.choice([0, 0, 0, 3])))]

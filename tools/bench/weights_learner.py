@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.models import attention
 from slipstream.learner.models.lora import add_adapters
 from slipstream.learner.weights.members import BROADCAST

@@ -12,7 +12,8 @@ from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import ParallelConfig
-from slipstream.configs.schema.run import ModelConfig, port_defaults
+from slipstream.configs.schema.model import ModelConfig
+from slipstream.configs.schema.run import port_defaults
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.tools.report import read_summary
 

@@ -61,7 +61,7 @@ class _Test(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What happens to a system call (x86_64, aarch64) that meets all tests."""
+    """Action on a system call (x86_64, aarch64) that meets all tests."""
 
     call: tuple[int, int]
     action: int

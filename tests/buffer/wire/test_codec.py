@@ -28,7 +28,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from tests.buffer.groups import train_group, trajectory
 from tests.buffer.wire.golden import EXAMPLES, stored_frames
 from tests.buffer.wire.strategies import MESSAGES, message
-from tests.faults.frames import TOO_LONG
+from tests.faults.frames import OUT_OF_BOUNDS
 
 KINDS = (m.ToService, m.ToServer, m.ToLearner, m.Group, w.FromServer, w.FromLearner)
 
@@ -126,10 +126,10 @@ def test_frame_of_wrong_length_is_an_error(name: str) -> None:
             decode(damaged, EXAMPLES[name][0])
 
 
-@pytest.mark.parametrize("long", TOO_LONG, ids=lambda long: type(long).__name__)
-def test_oversized_field_is_an_error(long: m.Message) -> None:
+@pytest.mark.parametrize("message", OUT_OF_BOUNDS, ids=lambda message: type(message).__name__)
+def test_field_out_of_bounds_is_an_error(message: m.Message) -> None:
     with pytest.raises(FrameError):
-        decode(encode(long), m.ToService)
+        decode(encode(message), m.ToService)
 
 
 def test_message_of_other_direction_is_an_error() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.runtime import hardware
 from slipstream.configs.runtime.hardware import fastest_dtype
-from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.model import ModelConfig
 
 Machine = Callable[..., None]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import OptimizerConfig
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.checkpoint import CheckpointError, TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.export import export_model
 from slipstream.learner.models.lora import (

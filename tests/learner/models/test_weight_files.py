@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.models.load import ModelOptions, check_model, load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World

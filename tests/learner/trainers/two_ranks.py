@@ -23,7 +23,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import Aggregation
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.checkpoint import (
     TrainState,

@@ -87,7 +87,7 @@ class Containers:
 
 
 def items(container: Any) -> list[Any]:
-    """What a container holds: of a mapping keys and values in turn."""
+    """The elements of a container; of a mapping, keys and values in turn."""
     if isinstance(container, dict):
         return [each for pair in container.items() for each in pair]
     return [bytes(container)] if isinstance(container, bytearray) else list(container)
