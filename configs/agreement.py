@@ -3,7 +3,7 @@
 They may change when the run is restarted, except for those that the buffer's `identity` fixes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -37,22 +37,47 @@ def learner_settings(config: RunConfig) -> dict[str, str]:
 def rank_settings(config: RunConfig) -> dict[str, str]:
     """Settings that all ranks of a learner share: they take each step together, each with a part of the weights."""
     return {
-        **learner_settings(config),
+        **_model_settings(config.run, config.model),
         **{f"learner.{name}": str(value) for name, value in config.learner},
         "run.name": config.run.name,
         "model.train_vision_encoder": str(config.model.train_vision_encoder),
+    }
+
+
+def rl_rank_settings(config: RunConfig) -> dict[str, str]:
+    """Settings that all ranks of an RL training share."""
+    return {
+        **learner_settings(config),
+        **rank_settings(config),
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
     }
+
+
+def find_difference(
+    mine: Mapping[str, str], theirs: Mapping[str, str], where: str, descriptions: Mapping[str, str] | None = None
+) -> str | None:
+    """The first setting that differs, as text; None if all that both have are equal.
+
+    Args:
+        where: the place of `theirs`, for the text.
+        descriptions: of settings whose names would not tell the keys that set them.
+    """
+    for name, value in mine.items():
+        if name in theirs and theirs[name] != value:
+            return f"{(descriptions or {}).get(name, name)} is {value!r}, but {theirs[name]!r} {where}"
+    return None
 
 
 def _shared_settings(
     run: RunSection, model: ModelConfig, rollout: RolloutConfig, rewards: Sequence[RewardConfig]
 ) -> dict[str, str]:
     return {
-        "run.seed": str(run.seed),
-        "model.dtype": model.dtype,
-        "model.lora": str(model.lora),
+        **_model_settings(run, model),
         "rollout.group_size": str(rollout.group_size),
         "rewards": ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in rewards)),
     }
+
+
+def _model_settings(run: RunSection, model: ModelConfig) -> dict[str, str]:
+    return {"run.seed": str(run.seed), "model.dtype": model.dtype, "model.lora": str(model.lora)}

@@ -1,4 +1,4 @@
-"""`slipstream plugins`: the envs, tools, rewards, advantages and losses that a configuration can name."""
+"""`slipstream plugins`: the envs, tools, rewards, trainers, advantages and losses that a configuration can name."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from slipstream.configs.plugins import InstalledPlugin, installed_plugins
 from slipstream.configs.schema.algorithms import BUILT_IN_ADVANTAGES, BUILT_IN_LOSSES
+from slipstream.configs.schema.learner import BUILT_IN_TRAINERS
 from slipstream.env.adapters.base import PACKAGES, missing_package
 from slipstream.env.registry import BUILT_IN as BUILT_IN_ENVS
 from slipstream.env.registry import BUILT_IN_TOOLS
@@ -22,6 +23,7 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "env": tuple(BUILT_IN_ENVS),
     "tool": tuple(BUILT_IN_TOOLS),
     "reward": tuple(BUILT_IN_REWARDS),
+    "trainer": BUILT_IN_TRAINERS,
     "advantage": BUILT_IN_ADVANTAGES,
     "loss": BUILT_IN_LOSSES,
 }
@@ -34,8 +36,8 @@ def command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="slipstream plugins",
         description="List the plug-ins that a configuration can name: those that ship with the project, and the entry "
-        "points of installed packages (groups slipstream.envs, .tools, .rewards, .advantages, .losses). Any other one "
-        "can be named as module:attribute.",
+        "points of installed packages (groups slipstream.envs, .tools, .rewards, .trainers, .advantages, .losses). Any "
+        "other one can be named as module:attribute.",
     )
     parser.add_argument("--kind", choices=BUILT_IN, help="only plug-ins of this kind")
     parser.add_argument("--json", action="store_true", help="print a JSON list")

@@ -272,9 +272,18 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         """Reports all combinations that can't work at once, those within one section too."""
-        problems = [
+        problems = [*self.learner.problems(), *self._model_problems()]
+        if self.learner.trainer.name == "rl":
+            problems += self.rl_problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def rl_problems(self) -> list[str]:
+        """Combinations that can't work in RL."""
+        return [
             *self._reward_problems(),
-            *self.learner.problems(),
+            *self.learner.rl_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -282,11 +291,8 @@ class RunConfig(Section):
             *self.rollout.problems(),
             *self._deadline_problems(),
             *self._tool_problems(),
-            *self._adapter_problems(),
+            *self._transport_problems(),
         ]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
 
     @property
     def _group_relative(self) -> bool:
@@ -375,14 +381,15 @@ class RunConfig(Section):
             problems.append("env.tools: rollout.sampling.ignore_eos=true cuts every call off; leave it out")
         return problems
 
-    def _adapter_problems(self) -> list[str]:
-        """Settings that go together with all weights only."""
-        problems = []
+    def _transport_problems(self) -> list[str]:
         if self.model.lora is not None and self.weights.transport == "nccl":
-            problems.append("model.lora: adapters go through host memory, not by weights.transport=nccl; set auto")
+            return ["model.lora: adapters go through host memory, not by weights.transport=nccl; set auto"]
+        return []
+
+    def _model_problems(self) -> list[str]:
         if self.model.lora is not None and self.model.train_vision_encoder:
-            problems.append("model.lora leaves the vision encoder as it is; remove model.train_vision_encoder")
-        return problems
+            return ["model.lora leaves the vision encoder as it is; remove model.train_vision_encoder"]
+        return []
 
     def _deadline_problems(self) -> list[str]:
         """Deadlines after which slow groups would come too late."""

@@ -107,7 +107,7 @@ class RLReporter(Reporter):
             self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **figures, **mismatch})
 
     def finish(self, trained: TrainState, state: State, paths: RunPaths) -> None:
-        """Writes the summary, which marks the run as finished, and closes the trackers. Raises: OSError."""
+        """Writes the summary, which marks the run as finished. Raises: OSError."""
         figures = summarise(
             read_records(paths.metrics),
             last_step=trained.step,
@@ -120,7 +120,6 @@ class RLReporter(Reporter):
         )
         figures["eval_reward"] = self._eval_reward
         write_atomically(paths.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
-        self.close()
 
     def _server_figures(self, servers: Sequence[ServerStatus]) -> dict[str, float]:
         """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""

@@ -112,5 +112,6 @@ def test_full_disk_leaves_no_partial_summary(tmp_path: Path) -> None:
         reporter.finish(TrainState(step=2, version=9), STATE, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     reporter.finish(TrainState(step=2, version=9), STATE, folder)
+    reporter.close()
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     assert (summary["steps"], summary["policy_version"], summary["eval_reward"]) == (2, 9, "exact_match")
