@@ -274,6 +274,9 @@ class TrainerPlugin(PluginSection):
     kind: ClassVar[str] = "trainer"
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN_TRAINERS
 
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Its options; the trainer validates them."""
+
 
 TrainerConfig = Annotated[
     Annotated[RlConfig, Tag("rl")] | Annotated[TrainerPlugin, Tag(PLUGIN)], by_name(*BUILT_IN_TRAINERS), NAME_ALONE
