@@ -96,10 +96,10 @@ class Trainer(ABC, Generic[Batch]):
 
         Exits: 128 + the signal's number, on a stop signal.
         """
-        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world)
+        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world, type(self.state))
         if found is not None:
             self.state, self.saved_step = found, found.step
-        self.start(found)
+        self.start(resumed=found is not None)
         try:
             self._train()
         except SystemExit:
@@ -122,8 +122,8 @@ class Trainer(ABC, Generic[Batch]):
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on a batch; returns the step's figures over all ranks. A collective. Raises: DivergedError."""
 
-    def start(self, found: TrainState | None) -> None:
-        """Called once before the first step. `found`: the state of the checkpoint that was loaded."""
+    def start(self, *, resumed: bool) -> None:
+        """Called once before the first step. `resumed`: models and `state` are those of a checkpoint."""
 
     def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
         """Called when `state` counts the step; returns further figures. Raises: StopRequested."""

@@ -34,6 +34,7 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.parts import build_feed
 from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.rl.trainer import RLState
 from tests.full_disk import files_of_at_most
 from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, train, weights_of
 from tests.learner.served import DEADLINE_S, LEARNER, served_sections, serving
@@ -79,14 +80,14 @@ def test_restored_learner_continues_bit_for_bit(
     record(tmp_path / "groups", RECORDED_STEPS, config)
     train_step = build_train_step(config, world)
     train(train_step, tmp_path / "groups", range(2))
-    state = TrainState(step=2, version=5)
+    state = RLState(step=2, version=5)
     save(tmp_path / "saved", train_step, state)
     weights = {name: tensor.clone() for name, tensor in full_weights(train_step.model)}
     adam = {name: tensor.clone() for name, tensor in moments(train_step).items()}
     wanted = train(train_step, tmp_path / "groups", [2, 3])
 
     restored = build_train_step(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == state
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world, RLState) == state
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
@@ -101,7 +102,7 @@ def test_saving_before_first_update_changes_nothing(world: World, make_config: M
     record(tmp_path / "groups", 1, config)
     train_step, saved, restored = (build_train_step(config, world) for _ in range(3))
     save(tmp_path / "saved", saved, TrainState())
-    load_checkpoint(tmp_path / "saved", restored.trained, world)
+    load_checkpoint(tmp_path / "saved", restored.trained, world, TrainState)
     assert {int(state["step"]) for state in restored.optimizer.state.values()} == {0}
     assert train(saved, tmp_path / "groups", [0]) == train(train_step, tmp_path / "groups", [0])
     for (name, tensor), (_, theirs) in zip(full_weights(train_step.model), full_weights(saved.model), strict=True):
@@ -111,7 +112,7 @@ def test_saving_before_first_update_changes_nothing(world: World, make_config: M
 def test_restored_optimizer_has_configured_settings(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     save(tmp_path, build_train_step(make_config(optimizer={"betas": [0.9, 0.99]}), world), TrainState(step=1))
     train_step = build_train_step(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
-    load_checkpoint(tmp_path, train_step.trained, world)
+    load_checkpoint(tmp_path, train_step.trained, world, TrainState)
     (group,) = train_step.optimizer.param_groups
     assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
@@ -121,7 +122,7 @@ def test_only_latest_checkpoints_are_kept(world: World, train_step: TrainStep, t
         save(tmp_path, train_step, TrainState(step=step), keep=2)
     assert checkpoint_steps(tmp_path) == [9, 10]
     assert len(list(tmp_path.iterdir())) == 2
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=10)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=10)
 
 
 def test_checkpoint_keeps_its_name_through_power_loss(
@@ -140,10 +141,10 @@ def test_partial_checkpoint_is_ignored_and_replaced(world: World, train_step: Tr
     half = tmp_path / "step-000002.partial"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half of it")
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     save(tmp_path, train_step, TrainState(step=2))
     assert not half.exists()
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=2)
 
 
 def test_partial_and_old_checkpoints_are_removed_at_start(world: World, train_step: TrainStep, tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_full_disk_leaves_only_previous_checkpoint(
         save(tmp_path, train_step, TrainState(step=2))
     assert all(part in str(caught.value) for part in ("step 2", str(tmp_path), "learner.checkpoint.keep=2"))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
 
 
 def test_failure_to_complete_checkpoint_is_an_error(
@@ -189,7 +190,7 @@ def test_damaged_checkpoint_is_passed_over_if_not_renamed(
     overwrite(tmp_path / "step-000002" / "__0_0.distcp")
     monkeypatch.setattr(Path, "rename", fail)
     with structlog.testing.capture_logs() as logs:
-        assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+        assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     assert [line["log_level"] for line in logs if "reason" in line] == ["error", "warning"]
 
 
@@ -241,7 +242,7 @@ def test_checkpoint_before_damaged_one_is_used(
         save(tmp_path, train_step, TrainState(step=step))
     damage(tmp_path / "step-000002" / file)
     with structlog.testing.capture_logs() as logs:
-        assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+        assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     (line,) = [line for line in logs if line["log_level"] == "error"]
     renamed = tmp_path / "step-000002.damaged"
     assert (line["folder"], line["used"]) == (str(renamed), str(tmp_path / "step-000001"))
@@ -249,7 +250,7 @@ def test_checkpoint_before_damaged_one_is_used(
     assert [undoes_damaged_steps(tmp_path, step) for step in (1, 2)] == [True, False]
     save(tmp_path, train_step, TrainState(step=2))
     assert not renamed.exists()
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=2)
 
 
 def test_only_damaged_checkpoints_are_an_error(world: World, train_step: TrainStep, tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_only_damaged_checkpoints_are_an_error(world: World, train_step: TrainSt
         overwrite(tmp_path / f"step-00000{step}" / "__0_0.distcp")
     for _ in range(2):  # a repeated start does not begin at step 0
         with pytest.raises(CheckpointError, match=r"step-000002: __0_0\.distcp.*step-000001: __0_0\.distcp"):
-            load_checkpoint(tmp_path, train_step.trained, world)
+            load_checkpoint(tmp_path, train_step.trained, world, TrainState)
     assert checkpoint_steps(tmp_path) == [1, 2]
 
 
@@ -270,7 +271,7 @@ def test_train_state_of_other_release_is_refused(world: World, train_step: Train
     checksums["progress.json"] = xxhash.xxh3_64_hexdigest((saved / "progress.json").read_bytes())
     (saved / "checksums.json").write_text(json.dumps(checksums))
     with pytest.raises(CheckpointError, match=r"step-000001.*of_another_release.*rank 0"):
-        load_checkpoint(tmp_path, train_step.trained, world)
+        load_checkpoint(tmp_path, train_step.trained, world, TrainState)
     assert checkpoint_steps(tmp_path) == [1]
 
 
@@ -278,7 +279,7 @@ def test_checkpoint_without_critic_is_refused(world: World, make_config: MakeCon
     save(tmp_path, build_train_step(make_config(), world), TrainState(step=1))
     with_critic = build_train_step(make_config(advantage="gae", critic={}), world)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 .*critic.*learner.critic"):
-        load_checkpoint(tmp_path, with_critic.trained, world)
+        load_checkpoint(tmp_path, with_critic.trained, world, TrainState)
 
 
 def test_keyboard_interrupt_while_saving_is_not_wrapped(
@@ -294,12 +295,12 @@ def test_keyboard_interrupt_while_saving_is_not_wrapped(
 
 def test_saving_step_again_replaces_it(world: World, train_step: TrainStep, tmp_path: Path) -> None:
     for version in (1, 2):
-        save(tmp_path, train_step, TrainState(step=7, version=version))
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=7, version=2)
+        save(tmp_path, train_step, RLState(step=7, version=version))
+    assert load_checkpoint(tmp_path, train_step.trained, world, RLState) == RLState(step=7, version=2)
 
 
 def test_nothing_is_restored_without_checkpoint(world: World, train_step: TrainStep, tmp_path: Path) -> None:
-    assert load_checkpoint(tmp_path / "none", train_step.trained, world) is None
+    assert load_checkpoint(tmp_path / "none", train_step.trained, world, TrainState) is None
 
 
 @pytest.fixture
@@ -341,7 +342,7 @@ def test_background_checkpoint_has_state_of_its_start(
     assert checkpoint_steps(tmp_path) == []
     gate.set()
     writing.finish()
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     torch.testing.assert_close(weights_of(train_step.model), weights, atol=0, rtol=0)
     torch.testing.assert_close(moments(train_step), adam, atol=0, rtol=0)
 
@@ -353,7 +354,7 @@ def test_crash_while_writing_leaves_checkpoint_before(
     save(tmp_path, train_step, TrainState(step=1))
     gate.clear()
     writing = start(tmp_path, train_step, 2, group)
-    assert load_checkpoint(tmp_path, train_step.trained, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     gate.set()
     writing._written.result(DEADLINE_S)  # the process ends here, without `finish`
     open_checkpoints(tmp_path, world, keep=2)
@@ -393,7 +394,7 @@ def test_groups_are_durable_when_background_checkpoint_is_complete(
         assert loop.root is not None
         loop.root.buffer = buffer
         with closing(loop.feed):
-            loop.start(None)
+            loop.start(resumed=False)
             loop._step()
             counts = buffer.state().counts
             assert (counts.trained, counts.durable) == (4, 0)

@@ -70,6 +70,18 @@ class RLSettings(TrainerSettings):
         )
 
 
+@dataclass(frozen=True)
+class RLState(TrainState):
+    """The state of an RL training."""
+
+    version: int = 0
+    """Latest policy version that was published."""
+    kl_coefficient: float | None = None
+    """Of an adaptive KL penalty."""
+    throttle: dict[str, float] = field(default_factory=dict)
+    """Its `state()`."""
+
+
 @dataclass(kw_only=True)
 class RLTrainer(Trainer[StepData]):
     """One rank of an RL training.
@@ -79,6 +91,7 @@ class RLTrainer(Trainer[StepData]):
     """
 
     settings: RLSettings
+    state: RLState = field(default_factory=RLState)
     train_step: TrainStep
     feed: Feed
     read_groups: Callable[[Sequence[str]], list[Group]]
@@ -157,16 +170,16 @@ class RLTrainer(Trainer[StepData]):
         """Policy and critic."""
         return self.train_step
 
-    def start(self, found: TrainState | None) -> None:
+    def start(self, *, resumed: bool) -> None:
         """Announces the learner to the buffer, publishes the weights of a resumed run and fetches the first groups."""
-        if found is not None:
-            self._restore_controllers(found)
+        if resumed:
+            self._restore_controllers()
         latest = self._latest_version()
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
         elif self.root is not None:  # an earlier start of the run may have had one
             self.root.buffer.throttle(self.settings.max_staleness)
-        if found is None and latest == 0:
+        if not resumed and latest == 0:
             if self.root is not None:
                 self.root.buffer.published(0, evaluate=self.evaluates_after(0))
         else:
@@ -216,7 +229,7 @@ class RLTrainer(Trainer[StepData]):
         if self.state.step > self.published_step:  # otherwise they were probed then
             self._probe()
 
-    def state_to_save(self) -> TrainState:
+    def state_to_save(self) -> RLState:
         """The state, with that of KL controller and throttle."""
         return replace(
             self.state,
@@ -237,7 +250,7 @@ class RLTrainer(Trainer[StepData]):
             self._last_evaluation()
         if self.root is not None:
             ledger = self.root.buffer.finish()
-            self.root.reporter.finish(self.state, ledger, self.settings.paths)
+            self.root.reporter.finish(ledger, self.settings.paths, step=self.state.step, version=self.state.version)
 
     def evaluates_after(self, step: int) -> bool:
         """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
@@ -364,11 +377,11 @@ class RLTrainer(Trainer[StepData]):
             f"were skipped since the learner's start): lower learner.optimizer.lr, and {remedy}"
         )
 
-    def _restore_controllers(self, found: TrainState) -> None:
-        if self.train_step.kl is not None and found.kl_coefficient is not None:
-            self.train_step.kl.restore(found.kl_coefficient)
-        if self.throttle is not None and found.throttle:
-            self.throttle.restore(found.throttle)
+    def _restore_controllers(self) -> None:
+        if self.train_step.kl is not None and self.state.kl_coefficient is not None:
+            self.train_step.kl.restore(self.state.kl_coefficient)
+        if self.throttle is not None and self.state.throttle:
+            self.throttle.restore(self.state.throttle)
 
     def _latest_version(self) -> int:
         """The buffer's latest policy version, on all ranks; announces this learner."""

@@ -84,7 +84,7 @@ def test_policy_warm_up_follows_pre_training(
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
     figures = [train_step.run(data, unpublished_steps=0)]
     save_checkpoint(tmp_path / "saved", train_step.trained, TrainState(step=1), world, keep=1)
-    load_checkpoint(tmp_path / "saved", continued.trained, world)
+    load_checkpoint(tmp_path / "saved", continued.trained, world, TrainState)
     figures += [continued.run(replace(data, step=step), unpublished_steps=1) for step in range(1, 6)]
     assert [each.get("lr") for each in figures] == [None, None, 0.5, 1.0, 1.0, 0.75]
     assert [each["critic_lr"] for each in figures] == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
@@ -119,5 +119,5 @@ def test_checkpoint_restores_critic_exactly(
     save_checkpoint(tmp_path / "saved", train_step.trained, TrainState(step=2), world, keep=1)
     wanted = train(train_step, groups, [2])
     restored = build_train_step(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world, TrainState) == TrainState(step=2)
     assert train(restored, groups, [2]) == wanted

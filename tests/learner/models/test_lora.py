@@ -111,11 +111,13 @@ def test_restored_adapters_continue_bit_for_bit(
     save_checkpoint(tmp_path / "saved", trained.trained, TrainState(step=2), world, keep=1)
     wanted = train(trained, groups, [2, 3])
     restored = build_train_step(make_lora(), world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world, TrainState) == TrainState(step=2)
     assert train(restored, groups, [2, 3]) == wanted
     for lora in (LORA | {"rank": 8}, None):
         with pytest.raises(CheckpointError, match=r"model\.lora"):
-            load_checkpoint(tmp_path / "saved", build_train_step(make_lora(lora=lora), world).trained, world)
+            load_checkpoint(
+                tmp_path / "saved", build_train_step(make_lora(lora=lora), world).trained, world, TrainState
+            )
 
 
 def test_checkpoint_of_tied_model_has_adapters_alone(world: World, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_checkpoint_of_tied_model_has_adapters_alone(world: World, tmp_path: Pat
     kept = adapters_of(model)
     for parameter in model.parameters():
         parameter.data.mul_(2)
-    assert load_checkpoint(tmp_path, {"policy": (model, optimizer)}, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, {"policy": (model, optimizer)}, world, TrainState) == TrainState(step=1)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in adapters_of(model).items())
 
 

@@ -97,7 +97,7 @@ def resume(folder: Path, config: RunConfig, world: World) -> Results:
     found: Results = {}
     for saved in ("hsdp", "one", "background"):
         train_step = build_train_step(config, world)
-        assert load_checkpoint(folder / saved, train_step.trained, world) == TrainState(step=STEPS)
+        assert load_checkpoint(folder / saved, train_step.trained, world, TrainState) == TrainState(step=STEPS)
         writing = None
         if saved == "one":
             background, group = folder / "background", dist.new_group(backend="gloo")

@@ -87,7 +87,7 @@ def test_checkpoint_of_mesh_continues_on_one_process(case: str, four_ranks: Path
     config, groups = case_config(four_ranks, case), four_ranks / "groups"
     alone, resumed = build_train_step(config, world), build_train_step(config, world)
     train(alone, groups, [0])
-    assert load_checkpoint(four_ranks / "saved" / case, resumed.trained, world) == TrainState(step=1)
+    assert load_checkpoint(four_ranks / "saved" / case, resumed.trained, world, TrainState) == TrainState(step=1)
     (mine,), (theirs,) = train(alone, groups, [1]), train(resumed, groups, [1])
     assert theirs["loss"] == pytest.approx(mine["loss"], abs=1e-5)
     weights = weights_of(resumed.model)

@@ -104,7 +104,7 @@ def test_two_ranks_continue_checkpoint_of_other_mesh(saved: str, meshes: Meshes)
 
 def test_one_rank_continues_checkpoint_of_copies_and_shards(meshes: Meshes, world: World, digits_model: Path) -> None:
     train_step = build_train_step(run_config(digits_model, meshes.folder), world)
-    assert load_checkpoint(meshes.folder / "hsdp", train_step.trained, world) == TrainState(step=STEPS)
+    assert load_checkpoint(meshes.folder / "hsdp", train_step.trained, world, TrainState) == TrainState(step=STEPS)
     (figures,) = train(train_step, meshes.folder / "groups", [STEPS])
     require_equal(figures, meshes.alone[STEPS])
 

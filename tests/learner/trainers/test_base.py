@@ -46,10 +46,10 @@ class Observed(NextToken):
 
     tracker: Records
     stop_after: int = STEPS
-    started_from: TrainState | None = None
+    started_from: tuple[bool, TrainState] | None = None
 
-    def start(self, found: TrainState | None) -> None:
-        self.started_from = found
+    def start(self, *, resumed: bool) -> None:
+        self.started_from = resumed, self.state
 
     def next_batch(self) -> list[MicroBatch]:
         if self.state.step == self.stop_after:
@@ -82,7 +82,7 @@ def test_trainer_resumes_and_exports_its_model(
     assert stopped.value.code == 128 + 15
     assert checkpoint_steps(config.paths.checkpoints) == [2]
     second.run()
-    assert second.started_from == TrainState(step=2)
+    assert (first.started_from, second.started_from) == ((False, TrainState()), (True, TrainState(step=2)))
     assert checkpoint_steps(config.paths.checkpoints) == [2, STEPS]
     records = [record for each in (first, second) for record in each.tracker.records if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))

@@ -11,14 +11,14 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.learner.checkpoint import TrainState, save_checkpoint
+from slipstream.learner.checkpoint import save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.rl.trainer import RLSettings, RLTrainer
+from slipstream.learner.trainers.rl.trainer import RLSettings, RLState, RLTrainer
 from slipstream.learner.weights.publication import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -48,7 +48,7 @@ class Learner:
 def learner_that_continues(step: int, config: RunConfig, world: World) -> Learner:
     """A training that starts from a checkpoint of that step."""
     train_step = build_train_step(config, world)
-    state = TrainState(step=step, version=step)
+    state = RLState(step=step, version=step)
     save_checkpoint(config.paths.checkpoints, train_step.trained, state, world, keep=1)
     return learner_beside(config, train_step, version=step)
 

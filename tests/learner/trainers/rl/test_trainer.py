@@ -16,11 +16,12 @@ from slipstream.configs import RunConfig
 from slipstream.configs.models import model_fingerprint
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
 from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.rl.trainer import RLState
 from tests.learner.recorded import build_train_step, weights_of
 from tests.learner.trainers.rl.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 
@@ -160,7 +161,7 @@ def test_diverged_policy_is_neither_published_nor_saved(
     assert (learner.publisher.publish.call_args.args[0].manifest.probe is not None) == verify
     folder = learner.config.paths.checkpoints
     assert checkpoint_steps(folder) == [2]
-    load_checkpoint(folder, learner.loop.train_step.trained, world)
+    load_checkpoint(folder, learner.loop.train_step.trained, world, RLState)
     for name, tensor in full_weights(learner.loop.train_step.model):
         assert torch.equal(tensor, before[name]), name
 
@@ -169,7 +170,7 @@ def test_diverged_checkpoint_is_not_published(world: World, config: RunConfig) -
     learner = learner_that_continues(2, config, world)
     train_step, folder = learner.loop.train_step, config.paths.checkpoints
     torch.nn.init.constant_(train_step.model.get_parameter("lm_head.weight"), torch.inf)
-    save_checkpoint(folder, train_step.trained, TrainState(step=2, version=2), world, keep=1)
+    save_checkpoint(folder, train_step.trained, RLState(step=2, version=2), world, keep=1)
     with pytest.raises(DivergedError, match=f"step 2 .*{folder}"):
         learner.run()
     learner.publisher.publish.assert_not_called()
@@ -257,7 +258,7 @@ def test_checkpoints_between_publications_have_fp32_weights(
     learner.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
     learner.run()
     restored = build_train_step(config, world)
-    load_checkpoint(config.paths.checkpoints, restored.trained, world)
+    load_checkpoint(config.paths.checkpoints, restored.trained, world, RLState)
     trained = weights_of(learner.loop.train_step.model)
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, trained[name]), name

@@ -137,7 +137,7 @@ def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: Wo
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
     continued = build_train_step(config, world)
     saved = config.paths.checkpoints
-    assert load_checkpoint(saved, continued.trained, world) == TrainState(step=STEPS)
+    assert load_checkpoint(saved, continued.trained, world, TrainState) == TrainState(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
@@ -152,7 +152,7 @@ def test_optimizer_resumes_on_two_ranks(two_ranks: TwoRanks, optimizer: str) -> 
 
 def test_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     train_step = build_train_step(two_ranks.config, world)
-    load_checkpoint(two_ranks.config.paths.checkpoints, train_step.trained, world)
+    load_checkpoint(two_ranks.config.paths.checkpoints, train_step.trained, world, TrainState)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
     assert exported.state_dict().keys() == {name for name, _ in full_weights(train_step.model)}
     for name, tensor in full_weights(train_step.model):
@@ -163,7 +163,7 @@ def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World
     config, groups = variant_of(two_ranks.config, "lora"), two_ranks.folder / "groups"
     alone, continued = (build_train_step(config, world) for _ in range(2))
     train(alone, groups, [0])
-    assert load_checkpoint(two_ranks.folder / "lora", continued.trained, world) == TrainState(step=1)
+    assert load_checkpoint(two_ranks.folder / "lora", continued.trained, world, TrainState) == TrainState(step=1)
     exported = load_file(two_ranks.folder / "adapter" / "adapter_model.safetensors")
     for train_step in (alone, continued):
         for name, tensor in AdapterStateDict(train_step.model, dtype=torch.float32).gather():

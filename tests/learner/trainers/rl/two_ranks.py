@@ -112,7 +112,7 @@ def refusals(folder: Path, saved: Path, train_step: TrainStep) -> dict[str, str]
         "no room": no_room,
         "folders apart": refusal(lambda: open_checkpoints(own, world, keep=1)),
         "checkpoints apart": refusal(
-            lambda: load_checkpoint(saved if world.is_root else own, train_step.trained, world)
+            lambda: load_checkpoint(saved if world.is_root else own, train_step.trained, world, TrainState)
         ),
     }
 
@@ -135,7 +135,7 @@ def figures_of_resumed(folder: Path, config: RunConfig, world: World) -> list[li
     train(train_step, folder / "groups", [0])
     open_checkpoints(config.paths.checkpoints, world, keep=1)
     save_checkpoint(config.paths.checkpoints, train_step.trained, TrainState(step=1), world, keep=1)
-    load_checkpoint(config.paths.checkpoints, resumed.trained, world)
+    load_checkpoint(config.paths.checkpoints, resumed.trained, world, TrainState)
     return [train(each, folder / "groups", [1, 2]) for each in (train_step, resumed)]
 
 
