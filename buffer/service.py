@@ -16,7 +16,7 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
 from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, Inspected, inspect
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
-from slipstream.buffer.handlers.peers import MalformedCounter, sender
+from slipstream.buffer.handlers.peers import MalformedCounter, Sender
 from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
@@ -119,7 +119,7 @@ class BufferService:
         self.config = config
         self.ledger = ledger
         self.socket = socket
-        self._send = sender(socket, self._gone)
+        self._send = Sender(socket, self._gone)
         self._memory = MemoryGuard()
         self._outage = outage
         self._receiver = Receiver(IngestSettings.from_config(config), socket)
@@ -335,7 +335,10 @@ class BufferService:
                 await self._send(peer, m.UnknownPeer())
                 return
             case m.Deliver() if server is not None:
-                await self._ingest.take(peer, received.groups, vocab_size=server.hello.vocab_size)
+                hello = server.hello
+                await self._ingest.take(
+                    peer, received.groups, vocab_size=hello.vocab_size, train_tasks=hello.train_tasks
+                )
                 self._delivered.set()
                 return
             case m.ServerHello():

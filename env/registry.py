@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
+from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
 from slipstream.env.adapters.gymnasium import Gymnasium
 from slipstream.env.adapters.openenv import OpenEnv
@@ -83,6 +83,11 @@ def build_env(config: EnvConfig) -> Env:
         for split in _SPLITS:
             _check_size(config, split, env.size(split))
         _check_fingerprint(config, env.fingerprint())
+    return add_tools(env, config)
+
+
+def add_tools(env: Env, config: EnvConfig) -> Env:
+    """The env with the tools `config.tools`. Raises: ConfigError for tools that can't be used."""
     if not config.tools:
         return env
     if has_sessions(env):
@@ -164,14 +169,17 @@ def _check_options(kind: str, name: str, factory: Any, options: Mapping[str, Any
         signature = inspect.signature(factory)
     except ValueError:  # some built-in callables have none; the call itself decides
         return
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    known = [option for option, each in signature.parameters.items() if each.kind not in variadic]
+    accepts = f"it accepts {', '.join(known) or 'no options'}"
+    if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        # First of all: a misspelt option may be the one that seems to be missing.
+        unknown = [
+            f"there is no option {option!r}{suggest(option, known)}" for option in options if option not in known
+        ]
+        if unknown:
+            raise ConfigError(f"{_OPTIONS[kind]} of {name!r}: {', '.join(unknown)}; {accepts}")
     try:
         signature.bind(**options)
     except TypeError as error:
-        by_name = [
-            name
-            for name, each in signature.parameters.items()
-            if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        ]
-        raise ConfigError(
-            f"{_OPTIONS[kind]} of {name!r}: {error}; it accepts {', '.join(by_name) or 'no options'}"
-        ) from None
+        raise ConfigError(f"{_OPTIONS[kind]} of {name!r}: {error}; {accepts}") from None

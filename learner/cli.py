@@ -27,6 +27,7 @@ def main() -> None:
     from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.network import use_loopback_interface
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+    from slipstream.configs.runtime.temporary import mark_torchrun_folder, remove_leftovers
 
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
     parser = run_parser("Train with the trainer that learner.trainer names.")
@@ -40,6 +41,8 @@ def main() -> None:
             raise_malloc_thresholds()
             raise_open_file_limit()
             use_loopback_interface(config.weights.bind)
+            mark_torchrun_folder()
+            remove_leftovers()
             signals = GracefulStop()
             signals.install()
             training = partial(train, config, signals, started=started, undo_steps=arguments.undo_steps)

@@ -19,12 +19,14 @@ from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.tiny_models import CHATML_TOOLS
 from slipstream.configs.yaml_text import write_yaml
 from slipstream.env.base import Split
 from slipstream.env.registry import build_env
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import BUILT_IN as REWARDS
 from slipstream.rewards.scorer import Scorer
+from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
 from slipstream.tools.transcript import Decode, decoder_of, printable, stretches
 
@@ -61,6 +63,7 @@ def command(argv: Sequence[str]) -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         config, model = _prepare(arguments, Path(folder))
+        _check(config, weights=not arguments.keyboard)
         played = asyncio.run(_play(config, model, arguments))
         # A keyboard's tokens without a model are bytes, of no interest.
         decode = None if model.parent == Path(folder) and arguments.keyboard else decoder_of(model)
@@ -87,6 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keyboard", action="store_true", help="the lines of the standard input are the actions")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _check(config: RunConfig, *, weights: bool) -> None:
+    """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
+    report = check(config, weights=weights)
+    if report.problems:
+        raise ConfigError(report.problems)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _is_file(arguments: argparse.Namespace) -> bool:
@@ -135,15 +147,7 @@ def build_bytes_model(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = (
-        "{% if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}"
-        "{{ '<|im_end|>\\n' }}{% endif %}"
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
-        "{% for call in message['tool_calls'] or [] %}"
-        "{{ '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}{% endfor %}"
-        "{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
+    fast.chat_template = CHATML_TOOLS
     fast.save_pretrained(folder)
     Qwen2Config(vocab_size=len(fast), eos_token_id=fast.eos_token_id).save_pretrained(folder)
 
@@ -161,7 +165,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
     if arguments.task >= env.size(split):
         raise ConfigError(f"--task {arguments.task}: env {config.env.name} has {env.size(split)} {split} tasks")
     scoring = config.scoring.model_copy(update={"workers": min(1, config.scoring.workers)})
-    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated)
+    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated, retry_s=())
     try:
         tokenizer = Tokenizer(model)
         if arguments.keyboard:
@@ -172,7 +176,8 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
             unscored = await player.generate(split, arguments.task, samples=1)
-            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, await player.score(unscored))
+            scored = await player.score(unscored)
+            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, scored.trajectories)
         finally:
             await engine.close()
     finally:

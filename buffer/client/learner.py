@@ -61,7 +61,7 @@ class BufferClient:
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
         self._model, self._vocab_size, self._undo = "", 0, False
-        self._settings = agreement.learner_settings(config)
+        self._settings = agreement.learner_settings(config) | agreement.host_settings(config)
         self._reports: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s

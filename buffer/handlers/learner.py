@@ -85,6 +85,7 @@ class LearnerHandler:
             case m.Finish():
                 await self._ingest.store()
                 expired = await self._ledger.finish(learner=message.incarnation)
+                self._fleet.learner = None
                 log.info("run finished", groups_expired=expired)
 
     async def _hello(self, hello: m.LearnerHello) -> None:
@@ -95,6 +96,11 @@ class LearnerHandler:
             if hello.incarnation != self._registered:
                 identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), difference)
             raise RefusedError(difference)
+        # Not with the earlier learner, which this one replaces.
+        servers = self._fleet.server_settings()
+        unlike = identity.host_difference(hello.settings, self._settings, servers)
+        if unlike:
+            raise RefusedError(unlike)
         mine = identity.learner_identity(hello)
         other = identity.identity_change(mine, await self._ledger.identify(mine))
         if other:
@@ -104,6 +110,7 @@ class LearnerHandler:
         if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._registered = hello.incarnation
+        self._fleet.learner = hello
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 

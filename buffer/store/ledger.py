@@ -119,6 +119,14 @@ class Ledger:
             granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
         return granted
 
+    async def places(self, ids: Sequence[str]) -> dict[str, Place]:
+        """Epoch and position of the tickets in flight among these."""
+        if not ids:
+            return {}
+        flat = await self.scripts.call("places", ids=ids)
+        places = zip(ids, flat[::2], flat[1::2], strict=True)
+        return {group_id: (epoch, position) for group_id, epoch, position in places if position >= 0}
+
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""
         outcomes: list[str] = []

@@ -105,7 +105,7 @@ class Facts:
     tokens: int = 0
     """Action tokens of all its answers."""
     delivered: Lengths = field(default_factory=dict)
-    """Of all answers."""
+    """Of all answers that were finished."""
     kept: Lengths = field(default_factory=dict)
     """Of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
     dropped: Mapping[str, Lengths] = field(default_factory=dict)

@@ -152,6 +152,11 @@ STEP: Final = (
     _metric("buffer/spilled_bytes", "bytes", "of these groups"),
     _metric("buffer/spill_errors", "", "spill files that could not be written, and groups that could not be read"),
     _metric(
+        "buffer/answers_dropped/<reason>",
+        "answers",
+        "so far, never trained on: not scored (`reward_timeout`, …), `unfinished`, removed by a filter, or of a dropped group",
+    ),
+    _metric(
         "buffer/length_bias/<reason>",
         "",
         "Kolmogorov-Smirnov distance of the lengths of trained answers (`trained`), or of those dropped for a reason, from all delivered; 0: alike, 1: no overlap",

@@ -236,7 +236,7 @@ class Trainer(ABC, Generic[Batch]):
             settings.paths.export,
             self.models.model,
             self.world,
-            dtype=getattr(torch, model.dtype),
+            dtype=getattr(torch, model.dtype_here),
             adapter=model.lora is not None and model.lora.export == "adapter",
         )
         self.finish()

@@ -69,12 +69,14 @@ class Code:
     def __post_init__(self) -> None:
         whole = {key: value if key.endswith("_s") else int(value) for key, value in self.limits.items()}
         self._limits = SandboxLimits(**whole)  # type: ignore[arg-type]
+        self.worst_case_s = self._limits.wall_s  # of one test
         if self.url is None:
             find_interpreter(self.python, allow_unconfined=self.allow_unconfined)
         else:
             self._endpoint = Endpoint(
                 self.url, timeout_s=self._limits.wall_s + 30, retries=3, concurrency=self.concurrency
             )
+            self.worst_case_s = self._endpoint.worst_case_s
 
     async def __call__(self, episode: Episode) -> Score:
         """See the class."""

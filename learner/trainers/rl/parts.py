@@ -196,7 +196,7 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
         setup.build_trackers(),
         publisher.figures,
         steps=config.learner.steps,
-        dtype=config.model.dtype,
+        dtype=config.model.dtype_here,
         signal=SignalWatch(
             group_relative=config.learner.advantage.name in GROUP_RELATIVE,
             fixed_length=has_fixed_length(config.rollout.sampling),

@@ -141,7 +141,7 @@ class RLTrainer(Trainer[StepData]):
             train_step.model,
             config.weights,
             run=config.run.name,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=getattr(torch, config.model.dtype_here),
             device=world.device,
             publisher=None if root is None else root.publisher,
         )

@@ -17,7 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import OTHER_DTYPE, PATIENCE_S, Peer, connected, learner, serving
+from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
 
 Call = Callable[[BufferClient], object]
@@ -267,7 +267,6 @@ async def test_learner_with_other_model_is_refused(service: BufferService, confi
         ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps"),
         ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
-        ({"model": {"dtype": OTHER_DTYPE}}, "model.dtype"),
         ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler"),
         ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness"),

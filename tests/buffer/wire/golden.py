@@ -86,14 +86,15 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             epoch=1,
             indices=[5],
             trajectories=[_TRAJECTORY],
-            missing=1,
+            missing=2,
+            lost={"reward_timeout": [31]},
             greedy_reward=0.25,
             images={"8a": b"png"},
         ),
     ),
     "group_failed": (
         m.ToService,
-        m.GroupFailed(id="17", kind=m.TRAIN, reason="reward_raised", detail="ValueError", tokens=31),
+        m.GroupFailed(id="17", kind=m.TRAIN, reason="reward_raised", detail="ValueError", tokens=31, lengths=[11, 20]),
     ),
     "learner_hello": (
         m.ToService,

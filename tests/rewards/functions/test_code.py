@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import RewardFailed, RewardUnavailable, Score
+from slipstream.rewards.base import Failure, RewardUnavailable, Score
 from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward
 from tests.rewards.episodes import episode
@@ -96,9 +96,9 @@ def test_unusable_options_are_refused(options: Mapping[str, Any]) -> None:
 async def test_failure_of_the_sandbox_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = find_reward(RewardConfig(name="code"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RewardFailed) as failed:
-        await reward.score_async([episode(DOUBLE, reference=ASSERTS[0])])
-    assert failed.value.reason == "reward_unavailable"
+    (failed,) = await reward.run_async([episode(DOUBLE, reference=ASSERTS[0])])
+    assert isinstance(failed, Failure)
+    assert failed.reason == "reward_unavailable"
 
 
 async def failures(programs: Sequence[str], tests: Sequence[Any]) -> dict[str, Score]:

@@ -12,7 +12,10 @@ from slipstream.tools.bench.demo import trl_task
 from slipstream.tools.bench.staleness import DEMO
 from tests.tools.bench.conftest import measured
 
-SMALL = ["--rounds", "1", "--steps", "12", "--set", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null"]
+SMALL = [
+    "--rounds", "1", "--steps", "12", "--set", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null",
+    "learner.optimizer.warmup_steps=0",
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -39,9 +42,9 @@ def test_absent_interpreter_is_refused(tmp_path: Path) -> None:
 
 
 def test_trl_has_the_demos_tasks_and_settings() -> None:
-    config = load_config(DEMO, ["learner.steps=7", "learner.optimizer.lr=0.5"])
+    config = load_config(DEMO, ["learner.steps=70", "learner.optimizer.lr=0.5"])
     task = trl_task(config)
     assert len(task["train"]) + len(task["eval"]) == 1000
-    assert task["settings"]["max_steps"] == 7
+    assert task["settings"]["max_steps"] == 70
     assert task["settings"]["learning_rate"] == 0.5
     assert task["settings"]["per_device_train_batch_size"] == 256
