@@ -10,7 +10,6 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
@@ -28,19 +27,6 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     Raises: ConfigError with the known names, or the reason why the import failed.
     """
     return built_in[name] if name in built_in else _import(kind, resolve_plugin(kind, name, built_in))
-
-
-def import_plugin(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
-    """Imports a plug-in, and no other of its kind.
-
-    Args:
-        kind: as of `find_plugin`.
-        name: likewise.
-        built_in: `module:attribute` of those that ship with the project, by name.
-
-    Raises: ConfigError as `find_plugin` does.
-    """
-    return resolve_name(built_in[name]) if name in built_in else _import(kind, resolve_plugin(kind, name, built_in))
 
 
 def resolve_plugin(kind: str, name: str, built_in: Iterable[str]) -> str:

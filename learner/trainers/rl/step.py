@@ -119,7 +119,7 @@ class TrainStep:
             self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
         return (
             trajectory_figures(
-                data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.consuming_version, self.world
+                data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.staleness, self.world
             )
             | figures
         )
