@@ -1,5 +1,6 @@
 """The real service process under invalid frames: it counts each, keeps its memory use, and goes on."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, Request, RequestRefused
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import connected, serving, until
+from tests.buffer.peers import connected, learner, serving, until
 from tests.faults.conftest import MakeRunConfig
 from tests.faults.frames import VOCABULARY, drops, mutated_messages
 from tests.faults.scripted_run import FollowingEngine, scripted_run
@@ -118,8 +119,10 @@ async def test_bad_frames_are_counted_without_memory_growth(
         # The attacker's tickets return; then a group is delivered as usual.
         peer.socket.send(encode(hello_of(config, incarnation="another")))
         peer.state()
-        async with connected(config) as server:
-            version = (await server.state()).version
+        async with connected(config) as server, learner(config) as trainer:
+            # One of its messages may have been a learner's hello, whose weights are still to be published.
+            state = await asyncio.to_thread(trainer.hello, 0, undo=True)
+            version = (await asyncio.to_thread(trainer.published, state.version + 1, evaluate=False)).version
             await server.send(hello_of(config))
             await server.receive(m.Welcome)
             await server.credits(1, version=version)

@@ -101,7 +101,7 @@ def serving(config: RunConfig, folder: Path) -> Iterator[RolloutServer]:
             server.hello()
             with closing(BufferClient(config, "learner", LEARNER)) as client:
                 client.hello(0)
-            yield server
+                yield server  # no tickets are issued to a run whose learner is not connected
         finally:
             service.terminate()
             service.wait(DEADLINE_S)

@@ -49,6 +49,7 @@ def stopped_after(pipeline: Pipeline, steps: int, stop: Callable[["subprocess.Po
     children = psutil.Process(run.pid).children(recursive=True)
     stop(run)
     output = run.communicate(timeout=120)[0]
+    psutil.wait_procs(children, timeout=5)  # multiprocessing's resource tracker ends a moment after its parent
     return Ended(run.returncode, output, [child for child in children if alive(child)], len(pipeline.records("step")))
 
 

@@ -46,7 +46,7 @@ def test_run_with_an_unreliable_reward_drops_no_groups(
             overrides = (
                 "rewards=[{name: correct, function: 'tests.pipeline.asks_a_server:correct'}]",
                 "scoring={workers: 2, deadline_s: 3}", "eval={tasks: 0, reward: null}",
-                f"learner.steps={STEPS}", f"learner.groups_per_step={GROUPS}",
+                f"learner.steps={STEPS}", "learner.optimizer.warmup_steps=0", f"learner.groups_per_step={GROUPS}",
             )  # fmt: skip
             assert train(forks, pipeline, *overrides) == 0
         finally:

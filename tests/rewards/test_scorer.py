@@ -178,6 +178,7 @@ async def test_program_that_sleeps_scores_0_and_delays_no_other_group() -> None:
         groups += [[episode(program, reference=tests)] * 2 for _ in range(11)]
         results = await asyncio.gather(*map(scorer.score, groups))
     rewards = [each.scores if isinstance(each, EpisodeReward) else each for group in results for each in group]
-    passed = {"code": 1.0, "code/parsed": 1.0, "code/passed": 1.0, "code/timeout": 0.0}
-    late = {"code": 0.0, "code/parsed": 1.0, "code/passed": 0.0, "code/timeout": 1.0}
+    parts = {"code/parsed": 1.0, "code/refused": 0.0, "code/forged": 0.0}
+    passed = {**parts, "code": 1.0, "code/passed": 1.0, "code/timeout": 0.0}
+    late = {**parts, "code": 0.0, "code/passed": 0.0, "code/timeout": 1.0}
     assert rewards == [passed, late, *[passed] * 22]

@@ -11,7 +11,16 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, decode_group
 from slipstream.rollout_servers.outbox import GROUPS_PER_MESSAGE, LEAST_WINDOW_BYTES, SLOW_ACK_S, Outbox
 
-LARGE = random.Random(0).choices(range(1 << 30, 1 << 31), k=LEAST_WINDOW_BYTES // 3)
+_TOKENS = LEAST_WINDOW_BYTES // 3
+LARGE = m.Trajectory(
+    token_ids=random.Random(0).randbytes(4 * _TOKENS),
+    action_mask=bytes(_TOKENS),
+    behaviour_logprobs=bytes(4 * _TOKENS),
+    spans=[],
+    reward=0.0,
+    scores={},
+    finish_reason="stop",
+)
 """Compression hardly shortens it."""
 NEVER_S = 1000.0
 DEADLINE_S = 30.0
@@ -29,9 +38,9 @@ class Wire:
 
     def deliver(self, *names: str, large: bool = False) -> None:
         """Queues groups; a large one fills the initial window."""
-        indices = LARGE if large else [0]
+        trajectories = [LARGE] if large else []
         for name in names:
-            self.outbox.deliver(m.Group(id=name, kind=m.TRAIN, epoch=0, indices=indices, trajectories=[]))
+            self.outbox.deliver(m.Group(id=name, kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories))
 
     def fail(self, name: str) -> None:
         self.outbox.fail(m.GroupFailed(id=name, kind=m.TRAIN, reason="reward_error", detail="", tokens=3))

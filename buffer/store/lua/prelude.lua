@@ -73,7 +73,7 @@ local function set_branches() redis.call('SET', key('branches'), cjson.encode(br
 -- that was undone and not repeated: as many publications before the last shared version as it is after it.
 local function depth_of(version)
   local i = #all_branches()
-  while branches[i].first > version do i = i - 1 end
+  while i > 1 and branches[i].first > version do i = i - 1 end  -- a version of a malformed message may be below all
   local depth, shared = branches[i].depth + version - branches[i].first, branches[i].shared
   return shared and depth > shared and 2 * shared - depth or depth
 end

@@ -350,7 +350,7 @@ async def test_episode_without_a_token_is_lost_alone(chatml: Path, finish_reason
     one = chat_answer(Tokenizer(chatml), "one<|im_end|>")
     empty = completion([], finish_reason=finish_reason)
     engine = Scripted([empty, one, one, empty])
-    config = run_config(chatml, episode={"wall_s": 60}, group_size=3, min_group_size=2)
+    config = run_config(chatml, episode={"wall_s": 60}, group_size=3, min_episodes=2)
     player = build_player(config, chatml, engine, env=Chat([]))
     trajectories = await player.play("train", 0, samples=3)
     assert [sum(each.action_mask) for each in trajectories] == [len(one.token_ids)] * 2

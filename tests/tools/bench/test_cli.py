@@ -22,7 +22,6 @@ from slipstream.tools.bench.figures import Figure, Goal
         ("staleness --lags 0 -1", "--lags"),
         ("staleness --plot absent/a.png", "--plot"),
         ("staleness --plot .", "--plot"),
-        ("kitchen", "part"),
     ],
 )
 def test_invalid_argument_is_refused(
@@ -40,3 +39,9 @@ def test_figure_reports_whether_its_goal_is_met(value: float, met: bool) -> None
     figure = Figure("group path / bare", value, "", Goal(">=", 0.6))
     assert figure.met is met
     assert figure.line.endswith("goal >= 0.6: met" if met else "goal >= 0.6: MISSED")
+
+
+def test_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(["kitchen"])
+    assert "'kitchen'" in capsys.readouterr().err
