@@ -8,7 +8,7 @@ depend on a host, and which the buffer therefore lacks, with the processes that 
 from collections.abc import Iterable, Mapping
 
 from slipstream.buffer.wire.messages import LearnerHello, ServerHello
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.agreement import PRECISION
 from slipstream.configs.runtime.errors import ConfigError
 
@@ -62,17 +62,9 @@ def wrong_run_error(own: str, role: str, run: str) -> str:
     return f"this buffer serves run {own!r}, not the {role}'s {run!r}; correct run.name or buffer.endpoint"
 
 
-def find_difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -> str | None:
-    """The first field that differs, as text; None if all fields that both have are equal."""
-    for name, value in mine.items():
-        if name in theirs and theirs[name] != value:
-            return f"{SERVER_IDENTITY_KEYS.get(name, name)} is {value!r}, but {theirs[name]!r} {where}"
-    return None
-
-
 def identity_change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
     """The first difference from the run's fixed identity, with a remedy; None if there is none."""
-    found = find_difference(mine, fixed, "since the run began")
+    found = agreement.find_difference(mine, fixed, "since the run began", SERVER_IDENTITY_KEYS)
     return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
 
 
@@ -103,7 +95,7 @@ def settings_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> st
 
     Either of the two may have been restarted with another configuration.
     """
-    found = find_difference(theirs, own, "with the buffer")
+    found = agreement.find_difference(theirs, own, "with the buffer", SERVER_IDENTITY_KEYS)
     return found and f"{found}; give both the same configuration and restart the one that had the wrong one"
 
 

@@ -59,14 +59,38 @@ def host_settings(config: RunConfig) -> dict[str, str]:
 def rank_settings(config: RunConfig) -> dict[str, str]:
     """Settings that all ranks of a learner share: they take each step together, each with a part of the weights."""
     return {
-        **learner_settings(config),
+        "run.seed": str(config.run.seed),
         **host_settings(config),
+        "model.lora": str(config.model.lora),
         **{f"learner.{name}": str(value) for name, value in config.learner},
         "run.name": config.run.name,
         "model.train_vision_encoder": str(config.model.train_vision_encoder),
+    }
+
+
+def rl_rank_settings(config: RunConfig) -> dict[str, str]:
+    """Settings that all ranks of an RL training share."""
+    return {
+        **learner_settings(config),
+        **rank_settings(config),
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
     }
+
+
+def find_difference(
+    mine: Mapping[str, str], theirs: Mapping[str, str], where: str, descriptions: Mapping[str, str] | None = None
+) -> str | None:
+    """The first setting that differs, as text; None if all that both have are equal.
+
+    Args:
+        where: the place of `theirs`, for the text.
+        descriptions: of settings whose names would not tell the keys that set them.
+    """
+    for name, value in mine.items():
+        if name in theirs and theirs[name] != value:
+            return f"{(descriptions or {}).get(name, name)} is {value!r}, but {theirs[name]!r} {where}"
+    return None
 
 
 def _shared_settings(config: RunConfig) -> dict[str, str]:

@@ -23,13 +23,16 @@ SAMPLES = 16
 SAMPLE_BYTES = 1 << 16
 
 
-def model_problems(model: ModelConfig, learner: LearnerConfig) -> list[str]:
-    """Reasons why models that the learner needs can't be loaded: initial policy, reference, critic.
+def model_problems(model: ModelConfig, learner: LearnerConfig | None = None) -> list[str]:
+    """Reasons why models that the learner needs can't be loaded: the initial one and, in RL, reference and critic.
 
     Models of a hub are downloaded, unless its library's cache has them.
+
+    Args:
+        learner: names reference and critic; None: of a trainer that has neither.
     """
-    reference = None if learner.kl is None else learner.kl.reference
-    critic = None if learner.critic is None else learner.critic.path
+    reference = None if learner is None or learner.kl is None else learner.kl.reference
+    critic = None if learner is None or learner.critic is None else learner.critic.path
     problems: list[str] = []
     for key, path, revision in (
         ("model.path", model.path, model.revision),

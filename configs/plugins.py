@@ -20,7 +20,7 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     """Finds a plug-in.
 
     Args:
-        kind: `env`, `tool`, `reward`, `advantage` or `loss`.
+        kind: `env`, `tool`, `reward`, `trainer`, `advantage` or `loss`.
         name: a key of `built_in`, the name of an entry point, or `module:attribute`.
         built_in: the names that ship with the project.
 

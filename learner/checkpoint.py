@@ -12,10 +12,10 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -51,16 +51,13 @@ class CheckpointError(SlipstreamError):
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state of a training beside models and optimizers."""
+    """The state of a training beside models and optimizers; trainers may add fields that JSON has."""
 
     step: int = 0
     """Steps done."""
-    version: int = 0
-    """Latest policy version that was published."""
-    kl_coefficient: float | None = None
-    """Of an adaptive KL penalty."""
-    throttle: dict[str, float] = field(default_factory=dict)
-    """Its `state()`."""
+
+
+S = TypeVar("S", bound=TrainState)
 
 
 def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
@@ -215,11 +212,14 @@ def _complete(partial_folder: Path, target: Path, checksums: Mapping[str, str]) 
     fsync_path(target.parent)
 
 
-def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) -> TrainState | None:
+def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World, kind: type[S]) -> S | None:
     """Restores the latest sound checkpoint that rank 0 sees into models and optimizers; None if there is none at all.
 
     Damaged ones after it are logged and renamed. The optimizers keep their present settings, not those of the
     checkpoint.
+
+    Args:
+        kind: class of the trainer's state.
 
     Raises: CheckpointError, on all ranks, when every checkpoint is damaged, or it is of other models.
     """
@@ -229,7 +229,7 @@ def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) ->
         damages = world.gather(_find_damage(found, world))
         damage = next((f"{damage} (rank {rank})" for rank, damage in enumerate(damages) if damage), None)
         if damage is None:
-            state = _restore(found, trained, world)
+            state = _restore(found, trained, world, kind)
             if world.is_root:
                 for path, reason in damaged.items():
                     _set_aside(path, reason, used=found)
@@ -293,22 +293,22 @@ def _step_of(damaged: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _restore(found: Path, trained: ModelsAndOptimizers, world: World) -> TrainState:
+def _restore(found: Path, trained: ModelsAndOptimizers, world: World, kind: type[S]) -> S:
     """Restores a checkpoint. Raises: CheckpointError, on all ranks, when it is of other models."""
     state = _state(trained)
-    loaded, problem = TrainState(), None
+    loaded, problem = kind(), None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no_dist: each rank plans alone; together they would exchange pickles
             dcp.load(state, checkpoint_id=found, no_dist=True)
-        loaded = TrainState(**json.loads((found / TRAIN_STATE).read_text(encoding="utf-8")))
+        loaded = kind(**json.loads((found / TRAIN_STATE).read_text(encoding="utf-8")))
     except (CheckpointException, OSError, ValueError, TypeError) as error:  # the last two: of TRAIN_STATE
         problem = f"{_cause(error)} (rank {world.rank})"
     problem = next(filter(None, world.gather(problem)), None)
     if problem is not None:
         raise CheckpointError(
             f"{found} can't be loaded: {problem}; train with the release, the model, the model.lora, the "
-            "learner.critic and the learner.optimizer.name that it was saved with"
+            "learner.trainer, the learner.critic and the learner.optimizer.name that it was saved with"
         )
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]

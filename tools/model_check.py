@@ -8,14 +8,13 @@ from slipstream.configs import RunConfig
 from slipstream.configs.models import model_folder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
-from slipstream.learner.models.load import check_model
-from slipstream.learner.trainers.assemble import model_options
+from slipstream.learner.models.load import ModelOptions, check_model
 from slipstream.rollout_servers.engines.registry import engine_problems
 
 
 def model_problems(config: RunConfig, model: Path) -> list[str]:
     """Reasons why the learner can't train `model`, or the engine can't serve it; no weight is read."""
-    learner, options = config.learner, model_options(config.model, config.learner)
+    learner, options = config.learner, ModelOptions.of(config.model, config.learner)
     steps: list[Callable[[], object]] = [
         lambda: check_model(model, options),
         lambda: build_advantage(learner.advantage),

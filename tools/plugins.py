@@ -1,4 +1,4 @@
-"""`slipstream plugins`: the envs, tools, rewards, advantages and losses that a configuration can name."""
+"""`slipstream plugins`: the envs, tools, rewards, trainers, advantages and losses that a configuration can name."""
 
 import argparse
 import inspect
@@ -15,6 +15,7 @@ from slipstream.configs.plugins import InstalledPlugin, find_plugin, installed_p
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.algorithms import BUILT_IN_ADVANTAGES, BUILT_IN_LOSSES
 from slipstream.configs.schema.base import NamedSection, sections_at
+from slipstream.configs.schema.learner import BUILT_IN_TRAINERS
 from slipstream.env.adapters.base import PACKAGES, missing_package
 from slipstream.env.registry import BUILT_IN as BUILT_IN_ENVS
 from slipstream.env.registry import BUILT_IN_TOOLS
@@ -25,6 +26,7 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "env": tuple(BUILT_IN_ENVS),
     "tool": tuple(BUILT_IN_TOOLS),
     "reward": tuple(BUILT_IN_REWARDS),
+    "trainer": BUILT_IN_TRAINERS,
     "advantage": BUILT_IN_ADVANTAGES,
     "loss": BUILT_IN_LOSSES,
 }
@@ -38,8 +40,8 @@ def command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="slipstream plugins",
         description="List the plug-ins that a configuration can name: those that ship with the project, and the entry "
-        "points of installed packages (groups slipstream.envs, .tools, .rewards, .advantages, .losses). Any other one "
-        "can be named as module:attribute.",
+        "points of installed packages (groups slipstream.envs, .tools, .rewards, .trainers, .advantages, .losses). Any "
+        "other one can be named as module:attribute.",
     )
     parser.add_argument("--kind", choices=BUILT_IN, help="only plug-ins of this kind")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
@@ -82,8 +84,8 @@ def plugins(kind: str) -> Iterator[Described]:
 
 
 def _built_in(kind: str, name: str) -> Any:
-    """The class or function, of an advantage or a loss its section of the configuration."""
-    if kind in ("advantage", "loss"):
+    """The class or function; of a trainer, an advantage or a loss its section of the configuration."""
+    if kind in ("trainer", "advantage", "loss"):
         sections = sections_at(kind, sections_at("learner", [RunConfig]))
         return next(each for each in sections if name in get_args(each.model_fields["name"].annotation))
     if kind == "reward":
@@ -102,8 +104,8 @@ def options_of(kind: str, found: Any) -> dict[str, str]:
     if isinstance(found, type) and issubclass(found, NamedSection):
         fields = {name: field for name, field in found.model_fields.items() if name != "name"}
         return {name: "" if each.is_required() else _yaml(each.get_default()) for name, each in fields.items()}
-    if not callable(found) or (kind in ("tool", "reward") and not isinstance(found, type)):
-        return {}  # functions of these kinds have none
+    if not callable(found) or kind == "trainer" or (kind in ("tool", "reward") and not isinstance(found, type)):
+        return {}  # functions of these kinds have none, and trainers read theirs when they are built
     try:
         parameters = list(inspect.signature(found).parameters.values())
     except ValueError:  # some built-in callables have no signature

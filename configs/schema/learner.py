@@ -2,12 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
 from slipstream.configs.schema.algorithms import REGULARISED, AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
-from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.base import (
+    NAME_ALONE,
+    PLUGIN,
+    NamedSection,
+    PluginSection,
+    Seconds,
+    Section,
+    UserPath,
+    by_name,
+)
 
 
 class RejectionConfig(Section):
@@ -250,9 +259,36 @@ class CheckpointConfig(Section):
     step are kept until they are complete. The last one is waited for."""
 
 
-class LearnerConfig(Section):
-    """The learner: batch, objective, optimizer, checkpoints."""
+class RlConfig(NamedSection):
+    """Reinforcement learning on groups that rollout servers generate."""
 
+    name: Literal["rl"] = "rl"
+
+
+BUILT_IN_TRAINERS: Final = ("rl",)
+
+
+class TrainerPlugin(PluginSection):
+    """A trainer of the user's own: a subclass of `Trainer`, see learner/trainers/base.py."""
+
+    kind: ClassVar[str] = "trainer"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_TRAINERS
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Its options; the trainer validates them."""
+
+
+TrainerConfig = Annotated[
+    Annotated[RlConfig, Tag("rl")] | Annotated[TrainerPlugin, Tag(PLUGIN)], by_name(*BUILT_IN_TRAINERS), NAME_ALONE
+]
+
+
+class LearnerConfig(Section):
+    """The learner: trainer, batch, objective, optimizer, checkpoints."""
+
+    trainer: TrainerConfig = RlConfig()
+    """What is trained, and on what. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
+    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -295,7 +331,16 @@ class LearnerConfig(Section):
     last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
 
     def problems(self) -> list[str]:
-        """Combinations within this section that can't work."""
+        """Combinations within this section that can't work with any trainer."""
+        if self.compile and self.activation_checkpointing == "selective":
+            return [
+                "learner.activation_checkpointing: selective chooses among operations, which learner.compile merges; "
+                "take full or none"
+            ]
+        return []
+
+    def rl_problems(self) -> list[str]:
+        """Combinations within this section that can't work in RL."""
         return [*self._objective_problems(), *self._step_problems()]
 
     def _objective_problems(self) -> list[str]:
@@ -328,11 +373,6 @@ class LearnerConfig(Section):
 
     def _step_problems(self) -> list[str]:
         problems = []
-        if self.compile and self.activation_checkpointing == "selective":
-            problems.append(
-                "learner.activation_checkpointing: selective chooses among operations, which learner.compile merges; "
-                "take full or none"
-            )
         if self.groups_per_step % self.updates_per_step:
             problems.append(
                 f"learner.groups_per_step={self.groups_per_step} must be a multiple of "

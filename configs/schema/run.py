@@ -18,8 +18,6 @@ from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 
 ENV_SCORE: Final = "env"
 """The name under which the sum of a session's rewards is recorded."""
-
-
 PORT_COUNT: Final = 5
 """Ports of a run on one machine."""
 
@@ -189,10 +187,17 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         """Reports all combinations that can't work at once, those within one section too."""
-        problems = [
+        of_rl = self.rl_problems() if self.learner.trainer.name == "rl" else []
+        problems = [*self.learner.problems(), *self._model_problems(), *of_rl]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def rl_problems(self) -> list[str]:
+        """Combinations that can't work in RL."""
+        return [
             *self._reward_problems(),
-            *self.learner.problems(),
-            *self._precision_problems(),
+            *self.learner.rl_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -200,11 +205,8 @@ class RunConfig(Section):
             *self.rollout.problems(),
             *self._deadline_problems(),
             *self._tool_problems(),
-            *self._adapter_problems(),
+            *self._transport_problems(),
         ]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
 
     @property
     def _group_relative(self) -> bool:
@@ -220,12 +222,6 @@ class RunConfig(Section):
         if twice:
             problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
         return problems
-
-    def _precision_problems(self) -> list[str]:
-        """A kernel that has no such precision; the learner, which resolves `auto`, refuses the same."""
-        if self.model.dtype == "float32" and self.learner.attention == "flash_attention_2":
-            return [FLASH_IN_FLOAT32]
-        return []
 
     def _group_problems(self) -> list[str]:
         size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
@@ -301,11 +297,16 @@ class RunConfig(Section):
             problems.append("env.tools: rollout.sampling.ignore_eos=true cuts every call off; leave it out")
         return problems
 
-    def _adapter_problems(self) -> list[str]:
-        """Settings that go together with all weights only."""
-        problems = []
+    def _transport_problems(self) -> list[str]:
         if self.model.lora is not None and self.weights.transport == "nccl":
-            problems.append("model.lora: adapters go through host memory, not by weights.transport=nccl; set auto")
+            return ["model.lora: adapters go through host memory, not by weights.transport=nccl; set auto"]
+        return []
+
+    def _model_problems(self) -> list[str]:
+        """Settings of the model with which no trainer can work."""
+        problems = []
+        if self.model.dtype == "float32" and self.learner.attention == "flash_attention_2":
+            problems.append(FLASH_IN_FLOAT32)  # the learner, which resolves `auto`, refuses the same
         if self.model.lora is not None and self.model.train_vision_encoder:
             problems.append("model.lora leaves the vision encoder as it is; remove model.train_vision_encoder")
         return problems

@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.learner.data.balance import Level, first_fit
 from slipstream.learner.data.images import SequenceImages
 from slipstream.learner.parallel.context import ContextParallel
+from slipstream.learner.parallel.mesh import World
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,16 @@ def empty_micro_batch() -> MicroBatch:
         width=1,
         padding_tokens=1,
     )
+
+
+def aligned(micro_batches: Sequence[MicroBatch], world: World) -> list[MicroBatch]:
+    """An update's micro-batches on this rank's device, with empty ones up to the largest number of any rank.
+
+    A collective. Each rank must run the backward pass of all of them, also of the empty ones.
+    """
+    most = world.largest(len(micro_batches))
+    padding = [empty_micro_batch()] * (most - len(micro_batches))
+    return [batch.to(world.device) for batch in (*micro_batches, *padding)]
 
 
 def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> MicroBatch:

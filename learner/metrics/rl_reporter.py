@@ -10,7 +10,6 @@ from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
@@ -106,12 +105,12 @@ class RLReporter(Reporter):
             log.info("evaluated", **figures)
             self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **figures, **mismatch})
 
-    def finish(self, trained: TrainState, state: State, paths: RunPaths) -> None:
-        """Writes the summary, which marks the run as finished, and closes the trackers. Raises: OSError."""
+    def finish(self, state: State, paths: RunPaths, *, step: int, version: int) -> None:
+        """Writes the summary, which marks the run as finished. Raises: OSError."""
         figures = summarise(
             read_records(paths.metrics),
-            last_step=trained.step,
-            policy_version=trained.version,
+            last_step=step,
+            policy_version=version,
             state=state,
             published_s=self._sync.published_s,
             stalls_s=self._sync.stalls_s,
@@ -120,7 +119,6 @@ class RLReporter(Reporter):
         )
         figures["eval_reward"] = self._eval_reward
         write_atomically(paths.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
-        self.close()
 
     def _server_figures(self, servers: Sequence[ServerStatus]) -> dict[str, float]:
         """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from slipstream.configs.models import model_fingerprint, require_peft, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.model import FLASH_IN_FLOAT32, LoraConfig
+from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.model import FLASH_IN_FLOAT32, LoraConfig, ModelConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
@@ -58,6 +59,20 @@ class ModelOptions:
     compile: bool = False
     router_replay: bool = False
     """In a mixture of experts, choose the experts that the engine chose."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, learner: LearnerConfig) -> Self:
+        """Options of all models of a training."""
+        return cls(
+            dtype=getattr(torch, model.dtype_here),
+            attention=learner.attention,
+            activation_checkpointing=learner.activation_checkpointing,
+            train_vision_encoder=model.train_vision_encoder,
+            lora=model.lora,
+            offload=learner.offload,
+            compile=learner.compile,
+            router_replay=learner.router_replay,
+        )
 
 
 def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,47 @@ from torch.distributed.tensor import DTensor
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.learner import OptimizerConfig
 
+MOST_STEPS_SKIPPED = 10
+"""Consecutive steps with all updates of a model skipped: more than bad batches explain."""
+
 
 class DivergedError(SlipstreamError):
     """Training has made a model's outputs or gradients not finite; raised on all ranks."""
+
+
+@dataclass
+class SkippedUpdates:
+    """Counts updates that were skipped because a gradient was not finite."""
+
+    updates_per_step: int
+    checkpoints: Path
+    """Their folder, for the error."""
+    count: int = 0
+    """Of all models."""
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
+    """Consecutive ones of each model, by the metric of its gradient norm."""
+
+    def observe(self, metric: str, norm: Tensor) -> None:
+        """Counts the latest update of a model, whose gradient norm is recorded as `metric`."""
+        skipped = int(not norm.isfinite())
+        self.count += skipped
+        self._in_a_row[metric] = skipped * (self._in_a_row.get(metric, 0) + 1)
+
+    def require_updates(self) -> None:
+        """Raises: DivergedError, on all ranks, when a model is not updated any more."""
+        for metric, skipped in self._in_a_row.items():
+            if skipped >= MOST_STEPS_SKIPPED * self.updates_per_step:
+                raise DivergedError(
+                    f"the last {skipped} updates were skipped, because {metric} is not finite: lower "
+                    "learner.optimizer.lr (of a critic, its own) and start again; if it recurs, also move the latest "
+                    f"checkpoint in {self.checkpoints} away, and start with --undo-steps: the run "
+                    "goes on from the one before"
+                )
+
+    @property
+    def latest(self) -> bool:
+        """True if the last update of a model was skipped."""
+        return any(self._in_a_row.values())
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -1,1 +1,1 @@
-"""Training loops."""
+"""Trainers, and the loop that they share."""

@@ -1,26 +1,24 @@
-"""The loop that every kind of training shares: resume, steps, checkpoints, stop signals, export.
+"""The loop that every trainer shares: resume, steps, checkpoints, stop signals, export.
 
-A kind of training defines where batches come from, what an update is and what follows it (see `trainers.rl`).
+A trainer defines where batches come from, what an update is and what follows it (see `trainers.rl.trainer`).
 """
 
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.configs.paths import RunPaths
+from slipstream.configs import RunConfig, agreement
+from slipstream.configs.models import model_problems
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
-from slipstream.configs.schema.learner import CheckpointConfig
-from slipstream.configs.schema.run import EvalConfig
 from slipstream.learner.checkpoint import (
     BackgroundCheckpoint,
     ModelsAndOptimizers,
@@ -31,29 +29,15 @@ from slipstream.learner.checkpoint import (
 from slipstream.learner.export import export_model
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
 
 log = get_log("learner.loop")
 
 Batch = TypeVar("Batch")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """Settings of any training."""
-
-    steps: int
-    checkpoint: CheckpointConfig
-    evaluation: EvalConfig
-    paths: RunPaths
-    initial_model: Path
-    """Folder of the initial weights; the exported model has its tokenizer."""
-    export_dtype: torch.dtype
-    export_adapter: bool = False
-    """Export the model's adapters alone."""
-
-
 class TrainedModels(Protocol):
-    """Models and optimizers of a training."""
+    """Models and optimizers of a trainer."""
 
     @property
     def model(self) -> nn.Module:
@@ -69,11 +53,13 @@ class TrainedModels(Protocol):
 
 
 @dataclass(kw_only=True)
-class TrainingLoop(ABC, Generic[Batch]):
+class Trainer(ABC, Generic[Batch]):
     """One rank of a training."""
 
-    settings: LoopSettings
+    settings: TrainerSettings
     world: World
+    reporter: Reporter | None
+    """Rank 0's; None on other ranks."""
     signals: GracefulStop = field(default_factory=GracefulStop)
     state: TrainState = field(default_factory=TrainState)
     saved_step: int = 0
@@ -83,17 +69,37 @@ class TrainingLoop(ABC, Generic[Batch]):
     _checkpoint_group: dist.ProcessGroup | None = field(default=None, init=False)
     """Of the threads that write checkpoints."""
 
+    @classmethod
+    def problems(cls, config: RunConfig) -> Sequence[str]:
+        """Reasons why a run can't be started, found before the ranks have joined."""
+        return model_problems(config.model)
+
+    @classmethod
+    def rank_settings(cls, config: RunConfig) -> dict[str, str]:
+        """Settings that all ranks must share, by name."""
+        return agreement.rank_settings(config)
+
+    @classmethod
+    def root_waits_s(cls, config: RunConfig) -> float:
+        """Longest time for which rank 0 may wait for other processes, and the ranks for it."""
+        return 0.0
+
+    @classmethod
+    @abstractmethod
+    def from_setup(cls, setup: RankSetup) -> Self:
+        """The trainer of a rank; a collective. Raises: ConfigError when it can't be built."""
+
     def run(self) -> None:
         """Trains from the latest checkpoint to the last step, and exports the model.
 
-        Raises: SlipstreamError of the kind of training, or when a checkpoint or the model can't be written.
+        Raises: SlipstreamError of the trainer, or when a checkpoint or the model can't be written.
 
         Exits: 128 + the signal's number, on a stop signal.
         """
-        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world)
+        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world, type(self.state))
         if found is not None:
             self.state, self.saved_step = found, found.step
-        self.start(found)
+        self.start(resumed=found is not None)
         try:
             self._train()
         except SystemExit:
@@ -108,15 +114,6 @@ class TrainingLoop(ABC, Generic[Batch]):
     def models(self) -> TrainedModels:
         """Models and optimizers."""
 
-    @property
-    @abstractmethod
-    def reporter(self) -> Reporter | None:
-        """Rank 0's reporter; None on other ranks."""
-
-    @abstractmethod
-    def start(self, found: TrainState | None) -> None:
-        """Called once before the first step. `found`: the state of the checkpoint that was loaded."""
-
     @abstractmethod
     def next_batch(self) -> Batch:
         """This rank's part of the next step. Raises: StopRequested."""
@@ -124,6 +121,9 @@ class TrainingLoop(ABC, Generic[Batch]):
     @abstractmethod
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on a batch; returns the step's figures over all ranks. A collective. Raises: DivergedError."""
+
+    def start(self, *, resumed: bool) -> None:
+        """Called once before the first step. `resumed`: models and `state` are those of a checkpoint."""
 
     def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
         """Called when `state` counts the step; returns further figures. Raises: StopRequested."""
@@ -140,14 +140,7 @@ class TrainingLoop(ABC, Generic[Batch]):
         """Called when the checkpoint of a step is complete."""
 
     def finish(self) -> None:
-        """Called after the last step and the export."""
-
-    def evaluates_after(self, step: int) -> bool:
-        """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
-        every = self.settings.evaluation.every_steps
-        if not self.settings.evaluation.tasks:
-            return False
-        return step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
+        """Called after the last step and the export, before the reporter is closed."""
 
     def save(self, *, background: bool = False) -> None:
         """Writes a checkpoint of the present state; a collective. Raises: CheckpointError, DivergedError.
@@ -159,7 +152,8 @@ class TrainingLoop(ABC, Generic[Batch]):
         self.finish_checkpoint()
         self.checkpoint_due = False
         self.state = self.state_to_save()
-        folder, trained, keep = self.settings.paths.checkpoints, self.models.trained, self.settings.checkpoint.keep
+        folder, trained = self.settings.paths.checkpoints, self.models.trained
+        keep = self.settings.learner.checkpoint.keep
         if background:
             group = self._checkpoint_group = self._checkpoint_group or dist.new_group(backend="gloo")
             self._writing = BackgroundCheckpoint(folder, trained, self.state, self.world, keep=keep, group=group)
@@ -198,7 +192,7 @@ class TrainingLoop(ABC, Generic[Batch]):
     def _train(self) -> None:
         try:
             with self.signals.deferred():
-                while self.state.step < self.settings.steps:
+                while self.state.step < self.settings.learner.steps:
                     self._step()
         except StopRequested as stop:
             self.save_unsaved_steps()
@@ -219,11 +213,11 @@ class TrainingLoop(ABC, Generic[Batch]):
         self.state = replace(self.state, step=self.state.step + 1)
         updated = time.perf_counter()
         further = self.after_update(figures)
-        last = self.state.step == self.settings.steps
-        self.checkpoint_due |= last or self.state.step % self.settings.checkpoint.every_steps == 0
+        last, checkpoint = self.state.step == self.settings.learner.steps, self.settings.learner.checkpoint
+        self.checkpoint_due |= last or self.state.step % checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.models.updated):
-            self.save(background=self.settings.checkpoint.asynchronous and not last)
+            self.save(background=checkpoint.asynchronous and not last)
         elif self._writing is not None and self._writing.is_written():
             self.finish_checkpoint()
         if self.reporter is not None:
@@ -236,15 +230,17 @@ class TrainingLoop(ABC, Generic[Batch]):
             )
 
     def _finish(self) -> None:
-        settings = self.settings
+        settings, model = self.settings, self.settings.model
         export_model(
             settings.initial_model,
             settings.paths.export,
             self.models.model,
             self.world,
-            dtype=settings.export_dtype,
-            adapter=settings.export_adapter,
+            dtype=getattr(torch, model.dtype_here),
+            adapter=model.lora is not None and model.lora.export == "adapter",
         )
         self.finish()
+        if self.reporter is not None:
+            self.reporter.close()
         if self.world.is_root:
             log.info("run finished", step=self.state.step, model=str(settings.paths.export))

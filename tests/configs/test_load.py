@@ -81,7 +81,7 @@ def test_dumped_configuration_loads_as_an_equal_one(write: Write) -> None:
         ("run={dir: 3}", "run.dir: path 3"),
         ("env=digits", "env: mapping {name: 'digits'"),
         ("learner.loss=3", "learner.loss: mapping {name: 3"),
-        ("learner=null", "learner: mapping {steps: null"),
+        ("learner=null", "learner: mapping {trainer: null"),
         ("rewards=[exact_match]", "rewards.0: mapping 'exact_match'"),
         ("env.options=3", "env.options: mapping 3"),
         ("rewards=exact_match", "rewards: list 'exact_match'"),

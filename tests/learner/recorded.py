@@ -1,4 +1,4 @@
-"""Random groups, stored as frames, and a trainer that trains on them."""
+"""Random groups, stored as frames, and training steps on them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl import parts
+from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.weights.snapshot import Prober
 
 VOCABULARY = 32
@@ -106,7 +106,7 @@ def record(folder: Path, steps: int, config: RunConfig) -> None:
 def recorded_step(
     folder: Path,
     step: int,
-    config: RunConfig | Trainer,
+    config: RunConfig | TrainStep,
     *,
     rank: int,
     world_size: int,
@@ -140,24 +140,24 @@ def recorded_step(
 
 def options_of(config: RunConfig) -> ModelOptions:
     """Options of the run's models."""
-    return assemble.model_options(config.model, config.learner)
+    return ModelOptions.of(config.model, config.learner)
 
 
-def build_trainer(config: RunConfig, world: World) -> Trainer:
+def build_train_step(config: RunConfig, world: World) -> TrainStep:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
-    return assemble.build_trainer(config, config.model.path, world)
+    return parts.build_train_step(config, config.model.path, world)
 
 
-def preparer_of(trainer: Trainer, advantage: Callable[[AdvantageInputs], Tensor] | None = None) -> StepPreparer:
-    """The trainer's preparation of a step, with another advantage where one is given."""
-    prepare = trainer._prepare
+def preparer_of(train_step: TrainStep, advantage: Callable[[AdvantageInputs], Tensor] | None = None) -> StepPreparer:
+    """The preparation of a step, with another advantage where one is given."""
+    prepare = train_step._prepare
     return prepare if advantage is None else replace(prepare, advantage=advantage)
 
 
-def prober_of(trainer: Trainer) -> Prober:
-    """The prober of a trainer's policy."""
-    return Prober(trainer.model, tokens=16, vocabulary=VOCABULARY, device=trainer.world.device)
+def prober_of(train_step: TrainStep) -> Prober:
+    """The prober of the policy."""
+    return Prober(train_step.model, tokens=16, vocabulary=VOCABULARY, device=train_step.world.device)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -166,12 +166,12 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    trainer: Trainer, folder: Path, steps: Sequence[int], cost: SequenceCost | None = None
+    train_step: TrainStep, folder: Path, steps: Sequence[int], cost: SequenceCost | None = None
 ) -> list[dict[str, float]]:
     """Trains on recorded steps, shared out by cost where one is given; returns the metrics of each, over all ranks."""
     figures = []
     for step in steps:
-        world = trainer.world
-        data = recorded_step(folder, step, trainer, rank=world.data_rank, world_size=world.data_size, cost=cost)
-        figures.append(trainer.step(data, unpublished_steps=0))
+        world = train_step.world
+        data = recorded_step(folder, step, train_step, rank=world.data_rank, world_size=world.data_size, cost=cost)
+        figures.append(train_step.run(data, unpublished_steps=0))
     return figures

@@ -32,32 +32,33 @@ from slipstream.learner.checkpoint import (
 )
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import build_feed
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.parts import build_feed
+from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.rl.trainer import RLState
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train, weights_of
+from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, train, weights_of
 from tests.learner.served import DEADLINE_S, LEARNER, served_sections, serving
-from tests.learner.trainers.loops import learner_beside
+from tests.learner.trainers.rl.loops import learner_beside
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
 
 
-def save(folder: Path, trainer: Trainer, state: TrainState, keep: int = 2) -> None:
-    save_checkpoint(folder, trainer.trained, state, trainer.world, keep=keep)
+def save(folder: Path, train_step: TrainStep, state: TrainState, keep: int = 2) -> None:
+    save_checkpoint(folder, train_step.trained, state, train_step.world, keep=keep)
 
 
 @pytest.fixture
-def trainer(world: World, make_config: MakeConfig) -> Trainer:
-    return build_trainer(make_config(), world)
+def train_step(world: World, make_config: MakeConfig) -> TrainStep:
+    return build_train_step(make_config(), world)
 
 
-def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
+def moments(train_step: TrainStep) -> dict[str, torch.Tensor]:
     """AdamW's state under the names of the parameters."""
-    names: dict[Any, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in train_step.model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": value.full_tensor() if isinstance(value, DTensor) else value
-        for parameter, state in trainer.optimizer.state.items()
+        for parameter, state in train_step.optimizer.state.items()
         for key, value in state.items()
     }
 
@@ -77,16 +78,16 @@ def test_restored_learner_continues_bit_for_bit(
 ) -> None:
     config = make_config(optimizer={"name": optimizer, "lr": 3e-3, "warmup_steps": 0})
     record(tmp_path / "groups", RECORDED_STEPS, config)
-    trainer = build_trainer(config, world)
-    train(trainer, tmp_path / "groups", range(2))
-    state = TrainState(step=2, version=5)
-    save(tmp_path / "saved", trainer, state)
-    weights = {name: tensor.clone() for name, tensor in full_weights(trainer.model)}
-    adam = {name: tensor.clone() for name, tensor in moments(trainer).items()}
-    wanted = train(trainer, tmp_path / "groups", [2, 3])
+    train_step = build_train_step(config, world)
+    train(train_step, tmp_path / "groups", range(2))
+    state = RLState(step=2, version=5)
+    save(tmp_path / "saved", train_step, state)
+    weights = {name: tensor.clone() for name, tensor in full_weights(train_step.model)}
+    adam = {name: tensor.clone() for name, tensor in moments(train_step).items()}
+    wanted = train(train_step, tmp_path / "groups", [2, 3])
 
-    restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == state
+    restored = build_train_step(config, world)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world, RLState) == state
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
@@ -99,56 +100,56 @@ def test_restored_learner_continues_bit_for_bit(
 def test_saving_before_first_update_changes_nothing(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     record(tmp_path / "groups", 1, config)
-    trainer, saved, restored = (build_trainer(config, world) for _ in range(3))
+    train_step, saved, restored = (build_train_step(config, world) for _ in range(3))
     save(tmp_path / "saved", saved, TrainState())
-    load_checkpoint(tmp_path / "saved", restored.trained, world)
+    load_checkpoint(tmp_path / "saved", restored.trained, world, TrainState)
     assert {int(state["step"]) for state in restored.optimizer.state.values()} == {0}
-    assert train(saved, tmp_path / "groups", [0]) == train(trainer, tmp_path / "groups", [0])
-    for (name, tensor), (_, theirs) in zip(full_weights(trainer.model), full_weights(saved.model), strict=True):
+    assert train(saved, tmp_path / "groups", [0]) == train(train_step, tmp_path / "groups", [0])
+    for (name, tensor), (_, theirs) in zip(full_weights(train_step.model), full_weights(saved.model), strict=True):
         assert torch.equal(tensor, theirs), name
 
 
 def test_restored_optimizer_has_configured_settings(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    save(tmp_path, build_trainer(make_config(optimizer={"betas": [0.9, 0.99]}), world), TrainState(step=1))
-    trainer = build_trainer(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
-    load_checkpoint(tmp_path, trainer.trained, world)
-    (group,) = trainer.optimizer.param_groups
+    save(tmp_path, build_train_step(make_config(optimizer={"betas": [0.9, 0.99]}), world), TrainState(step=1))
+    train_step = build_train_step(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
+    load_checkpoint(tmp_path, train_step.trained, world, TrainState)
+    (group,) = train_step.optimizer.param_groups
     assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
 
-def test_only_latest_checkpoints_are_kept(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_only_latest_checkpoints_are_kept(world: World, train_step: TrainStep, tmp_path: Path) -> None:
     for step in (1, 2, 9, 10):
-        save(tmp_path, trainer, TrainState(step=step), keep=2)
+        save(tmp_path, train_step, TrainState(step=step), keep=2)
     assert checkpoint_steps(tmp_path) == [9, 10]
     assert len(list(tmp_path.iterdir())) == 2
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=10)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=10)
 
 
 def test_checkpoint_keeps_its_name_through_power_loss(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_step: TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Path, list[int]]] = []
     monkeypatch.setattr(
         "slipstream.learner.checkpoint.fsync_path", lambda path: kept.append((path, checkpoint_steps(tmp_path)))
     )
-    save(tmp_path, trainer, TrainState(step=1))
+    save(tmp_path, train_step, TrainState(step=1))
     assert kept == [(tmp_path, [1])]
 
 
-def test_partial_checkpoint_is_ignored_and_replaced(world: World, trainer: Trainer, tmp_path: Path) -> None:
-    save(tmp_path, trainer, TrainState(step=1))
+def test_partial_checkpoint_is_ignored_and_replaced(world: World, train_step: TrainStep, tmp_path: Path) -> None:
+    save(tmp_path, train_step, TrainState(step=1))
     half = tmp_path / "step-000002.partial"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half of it")
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
-    save(tmp_path, trainer, TrainState(step=2))
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
+    save(tmp_path, train_step, TrainState(step=2))
     assert not half.exists()
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=2)
 
 
-def test_partial_and_old_checkpoints_are_removed_at_start(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_partial_and_old_checkpoints_are_removed_at_start(world: World, train_step: TrainStep, tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, trainer, TrainState(step=step), keep=3)
+        save(tmp_path, train_step, TrainState(step=step), keep=3)
     (tmp_path / "step-000004.partial").mkdir()
     open_checkpoints(tmp_path, world, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
@@ -156,40 +157,40 @@ def test_partial_and_old_checkpoints_are_removed_at_start(world: World, trainer:
 
 @pytest.mark.parametrize("room_bytes", [10, 10_000, 400_000], ids=["none", "for-little", "for-the-weights"])
 def test_full_disk_leaves_only_previous_checkpoint(
-    world: World, trainer: Trainer, tmp_path: Path, room_bytes: int
+    world: World, train_step: TrainStep, tmp_path: Path, room_bytes: int
 ) -> None:
-    save(tmp_path, trainer, TrainState(step=1))
+    save(tmp_path, train_step, TrainState(step=1))
     with files_of_at_most(room_bytes), pytest.raises(CheckpointError) as caught:
-        save(tmp_path, trainer, TrainState(step=2))
+        save(tmp_path, train_step, TrainState(step=2))
     assert all(part in str(caught.value) for part in ("step 2", str(tmp_path), "learner.checkpoint.keep=2"))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
 
 
 def test_failure_to_complete_checkpoint_is_an_error(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_step: TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     monkeypatch.setattr("slipstream.learner.checkpoint.fsync_path", fail)
     with pytest.raises(CheckpointError, match=r"step 1 .*Input/output error"):
-        save(tmp_path, trainer, TrainState(step=1))
+        save(tmp_path, train_step, TrainState(step=1))
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_damaged_checkpoint_is_passed_over_if_not_renamed(
-    world: World, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, train_step: TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path, target: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     for step in (1, 2):
-        save(tmp_path, trainer, TrainState(step=step))
+        save(tmp_path, train_step, TrainState(step=step))
     overwrite(tmp_path / "step-000002" / "__0_0.distcp")
     monkeypatch.setattr(Path, "rename", fail)
     with structlog.testing.capture_logs() as logs:
-        assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+        assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     assert [line["log_level"] for line in logs if "reason" in line] == ["error", "warning"]
 
 
@@ -200,19 +201,19 @@ def test_unusable_checkpoint_folder_is_named(world: World, tmp_path: Path) -> No
 
 
 def test_failure_to_delete_old_checkpoint_is_logged(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_step: TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(folder: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(folder / ".nfs0001"))
 
-    save(tmp_path, trainer, TrainState(step=1), keep=1)
+    save(tmp_path, train_step, TrainState(step=1), keep=1)
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(shutil, "rmtree", busy)
-        save(tmp_path, trainer, TrainState(step=2), keep=1)
+        save(tmp_path, train_step, TrainState(step=2), keep=1)
     assert [(record["event"], record["reason"]) for record in logs if "folder" in record][-1:] == [
         ("old checkpoint not deleted", "Device or resource busy")
     ]
-    save(tmp_path, trainer, TrainState(step=3), keep=1)
+    save(tmp_path, train_step, TrainState(step=3), keep=1)
     assert checkpoint_steps(tmp_path) == [3]
 
 
@@ -235,71 +236,71 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "progress.json", "checksums.json"])
 def test_checkpoint_before_damaged_one_is_used(
-    file: str, damage: Callable[[Path], None], world: World, trainer: Trainer, tmp_path: Path
+    file: str, damage: Callable[[Path], None], world: World, train_step: TrainStep, tmp_path: Path
 ) -> None:
     for step in (1, 2):
-        save(tmp_path, trainer, TrainState(step=step))
+        save(tmp_path, train_step, TrainState(step=step))
     damage(tmp_path / "step-000002" / file)
     with structlog.testing.capture_logs() as logs:
-        assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+        assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     (line,) = [line for line in logs if line["log_level"] == "error"]
     renamed = tmp_path / "step-000002.damaged"
     assert (line["folder"], line["used"]) == (str(renamed), str(tmp_path / "step-000001"))
     assert line["reason"].startswith(f"{file}: ")
     assert [undoes_damaged_steps(tmp_path, step) for step in (1, 2)] == [True, False]
-    save(tmp_path, trainer, TrainState(step=2))
+    save(tmp_path, train_step, TrainState(step=2))
     assert not renamed.exists()
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=2)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=2)
 
 
-def test_only_damaged_checkpoints_are_an_error(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error(world: World, train_step: TrainStep, tmp_path: Path) -> None:
     for step in (1, 2):
-        save(tmp_path, trainer, TrainState(step=step))
+        save(tmp_path, train_step, TrainState(step=step))
         overwrite(tmp_path / f"step-00000{step}" / "__0_0.distcp")
     for _ in range(2):  # a repeated start does not begin at step 0
         with pytest.raises(CheckpointError, match=r"step-000002: __0_0\.distcp.*step-000001: __0_0\.distcp"):
-            load_checkpoint(tmp_path, trainer.trained, world)
+            load_checkpoint(tmp_path, train_step.trained, world, TrainState)
     assert checkpoint_steps(tmp_path) == [1, 2]
 
 
-def test_train_state_of_other_release_is_refused(world: World, trainer: Trainer, tmp_path: Path) -> None:
-    save(tmp_path, trainer, TrainState(step=1))
+def test_train_state_of_other_release_is_refused(world: World, train_step: TrainStep, tmp_path: Path) -> None:
+    save(tmp_path, train_step, TrainState(step=1))
     saved = tmp_path / "step-000001"
     (saved / "progress.json").write_text('{"step": 1, "of_another_release": 2}')
     checksums = json.loads((saved / "checksums.json").read_text())
     checksums["progress.json"] = xxhash.xxh3_64_hexdigest((saved / "progress.json").read_bytes())
     (saved / "checksums.json").write_text(json.dumps(checksums))
     with pytest.raises(CheckpointError, match=r"step-000001.*of_another_release.*rank 0"):
-        load_checkpoint(tmp_path, trainer.trained, world)
+        load_checkpoint(tmp_path, train_step.trained, world, TrainState)
     assert checkpoint_steps(tmp_path) == [1]
 
 
 def test_checkpoint_without_critic_is_refused(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    save(tmp_path, build_trainer(make_config(), world), TrainState(step=1))
-    with_critic = build_trainer(make_config(advantage="gae", critic={}), world)
+    save(tmp_path, build_train_step(make_config(), world), TrainState(step=1))
+    with_critic = build_train_step(make_config(advantage="gae", critic={}), world)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 .*critic.*learner.critic"):
-        load_checkpoint(tmp_path, with_critic.trained, world)
+        load_checkpoint(tmp_path, with_critic.trained, world, TrainState)
 
 
 def test_keyboard_interrupt_while_saving_is_not_wrapped(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_step: TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, trainer, TrainState(step=1))
+        save(tmp_path, train_step, TrainState(step=1))
 
 
-def test_saving_step_again_replaces_it(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_saving_step_again_replaces_it(world: World, train_step: TrainStep, tmp_path: Path) -> None:
     for version in (1, 2):
-        save(tmp_path, trainer, TrainState(step=7, version=version))
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=7, version=2)
+        save(tmp_path, train_step, RLState(step=7, version=version))
+    assert load_checkpoint(tmp_path, train_step.trained, world, RLState) == RLState(step=7, version=2)
 
 
-def test_nothing_is_restored_without_checkpoint(world: World, trainer: Trainer, tmp_path: Path) -> None:
-    assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None
+def test_nothing_is_restored_without_checkpoint(world: World, train_step: TrainStep, tmp_path: Path) -> None:
+    assert load_checkpoint(tmp_path / "none", train_step.trained, world, TrainState) is None
 
 
 @pytest.fixture
@@ -324,34 +325,36 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def start(folder: Path, trainer: Trainer, step: int, group: dist.ProcessGroup) -> BackgroundCheckpoint:
-    return BackgroundCheckpoint(folder, trainer.trained, TrainState(step=step), trainer.world, keep=2, group=group)
+def start(folder: Path, train_step: TrainStep, step: int, group: dist.ProcessGroup) -> BackgroundCheckpoint:
+    return BackgroundCheckpoint(
+        folder, train_step.trained, TrainState(step=step), train_step.world, keep=2, group=group
+    )
 
 
 def test_background_checkpoint_has_state_of_its_start(
-    world: World, trainer: Trainer, group: dist.ProcessGroup, gate: threading.Event, groups: Path, tmp_path: Path
+    world: World, train_step: TrainStep, group: dist.ProcessGroup, gate: threading.Event, groups: Path, tmp_path: Path
 ) -> None:
-    train(trainer, groups, [0])
-    weights, adam = weights_of(trainer.model), {name: value.clone() for name, value in moments(trainer).items()}
-    writing = start(tmp_path, trainer, 1, group)
-    train(trainer, groups, [1])
+    train(train_step, groups, [0])
+    weights, adam = weights_of(train_step.model), {name: value.clone() for name, value in moments(train_step).items()}
+    writing = start(tmp_path, train_step, 1, group)
+    train(train_step, groups, [1])
     assert not writing.is_written()
     assert checkpoint_steps(tmp_path) == []
     gate.set()
     writing.finish()
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
-    torch.testing.assert_close(weights_of(trainer.model), weights, atol=0, rtol=0)
-    torch.testing.assert_close(moments(trainer), adam, atol=0, rtol=0)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
+    torch.testing.assert_close(weights_of(train_step.model), weights, atol=0, rtol=0)
+    torch.testing.assert_close(moments(train_step), adam, atol=0, rtol=0)
 
 
 def test_crash_while_writing_leaves_checkpoint_before(
-    world: World, trainer: Trainer, group: dist.ProcessGroup, gate: threading.Event, tmp_path: Path
+    world: World, train_step: TrainStep, group: dist.ProcessGroup, gate: threading.Event, tmp_path: Path
 ) -> None:
     gate.set()
-    save(tmp_path, trainer, TrainState(step=1))
+    save(tmp_path, train_step, TrainState(step=1))
     gate.clear()
-    writing = start(tmp_path, trainer, 2, group)
-    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    writing = start(tmp_path, train_step, 2, group)
+    assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     gate.set()
     writing._written.result(DEADLINE_S)  # the process ends here, without `finish`
     open_checkpoints(tmp_path, world, keep=2)
@@ -359,11 +362,11 @@ def test_crash_while_writing_leaves_checkpoint_before(
 
 
 def test_failure_in_background_is_raised_when_it_is_finished(
-    trainer: Trainer, group: dist.ProcessGroup, tmp_path: Path
+    train_step: TrainStep, group: dist.ProcessGroup, tmp_path: Path
 ) -> None:
-    save(tmp_path, trainer, TrainState(step=1))
+    save(tmp_path, train_step, TrainState(step=1))
     with files_of_at_most(10_000):
-        writing = start(tmp_path, trainer, 2, group)
+        writing = start(tmp_path, train_step, 2, group)
         with pytest.raises(CheckpointError, match=r"step 2 .*learner\.checkpoint\.keep=2"):
             writing.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -385,13 +388,13 @@ def test_groups_are_durable_when_background_checkpoint_is_complete(
     )  # fmt: skip
     with serving(config, tmp_path) as server, closing(BufferClient(config, "learner", LEARNER)) as buffer:
         server.deliver(12)
-        learner = learner_beside(config, build_trainer(config, world), version=0)
+        learner = learner_beside(config, build_train_step(config, world), version=0)
         loop = learner.loop
         loop.feed = build_feed(config, loop.settings.initial_model, world, LEARNER)
         assert loop.root is not None
         loop.root.buffer = buffer
         with closing(loop.feed):
-            loop.start(None)
+            loop.start(resumed=False)
             loop._step()
             counts = buffer.state().counts
             assert (counts.trained, counts.durable) == (4, 0)

@@ -31,9 +31,9 @@ def test_second_learner_is_refused_before_it_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [[], ["--undo-steps"]], ids=["resume", "undo"])
 def test_undo_steps_reaches_training(options: list[str], tmp_path: Path) -> None:
     code = (
-        "from slipstream.learner import process\n"
-        "process.train = lambda config, signals, *, started, undo_steps: print(undo_steps)\n"
-        "process.main()"
+        "from slipstream.learner import cli\n"
+        "cli.train = lambda config, signals, *, started, undo_steps: print(undo_steps)\n"
+        "cli.main()"
     )
     command = [sys.executable, "-c", code, str(DEMO), f"run.dir={tmp_path}", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)

@@ -27,7 +27,7 @@ from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import VOCABULARY, build_trainer, options_of, record, run_config, train
+from tests.learner.recorded import VOCABULARY, build_train_step, options_of, record, run_config, train
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -53,15 +53,15 @@ def test_export_has_trained_model_and_tokenizer(
 ) -> None:
     config = make_config()
     record(tmp_path / "groups", 1, config)
-    trainer = build_trainer(config, world)
-    train(trainer, tmp_path / "groups", [0])
-    export_model(digits_model, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
+    train_step = build_train_step(config, world)
+    train(train_step, tmp_path / "groups", [0])
+    export_model(digits_model, tmp_path / "exported", train_step.model, world, dtype=torch.float32)
     exported, initial = (
         AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         for path in (tmp_path / "exported", digits_model)
     )
     plain = AutoModelForCausalLM.from_pretrained(digits_model, attn_implementation="eager")
-    plain.load_state_dict(dict(full_weights(trainer.model)))
+    plain.load_state_dict(dict(full_weights(train_step.model)))
     assert torch.equal(logits(exported), logits(plain))
     assert not torch.allclose(logits(exported), logits(initial), atol=1e-3)
     assert exported.dtype == torch.float32
@@ -75,7 +75,7 @@ def test_exported_weights_have_the_default_file_mode(
     world: World, digits_model: Path, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
 ) -> None:
     config = make_config()
-    model = build_trainer(config, world).model
+    model = build_train_step(config, world).model
     before = os.umask(umask)
     try:
         export_model(digits_model, tmp_path / "exported", model, world, dtype=torch.float32)
@@ -90,7 +90,7 @@ def test_export_without_room_is_refused_with_its_folder(
     world: World, digits_model: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config()
-    model, exported = build_trainer(config, world).model, tmp_path / "exported"
+    model, exported = build_train_step(config, world).model, tmp_path / "exported"
     for room_bytes in (10, 10_000):
         with files_of_at_most(room_bytes), pytest.raises(CheckpointError, match=str(exported)):
             export_model(digits_model, exported, model, world, dtype=torch.float32)
@@ -103,8 +103,8 @@ def test_tied_embeddings_are_exported_once_and_cast(world: World, tmp_path: Path
     build: Any = Qwen3ForCausalLM  # its constructor has no types
     build(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).save_pretrained(source)
     AutoTokenizer.from_pretrained(tmp_path / "tokenizer").save_pretrained(source)
-    trainer = build_trainer(run_config(source, tmp_path), world)
-    export_model(source, tmp_path / "exported", trainer.model, world, dtype=dtype)
+    train_step = build_train_step(run_config(source, tmp_path), world)
+    export_model(source, tmp_path / "exported", train_step.model, world, dtype=dtype)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     assert exported.dtype == dtype

@@ -17,7 +17,7 @@ MODULES = [
     "vllm.model_executor.models.qwen3",
     "compressed_tensors",
     "slipstream.buffer.service",
-    "slipstream.learner.trainers.assemble",
+    "slipstream.learner.trainers.rl.trainer",
     "slipstream.rollout_servers.engines.vllm.inline",
     "slipstream.rollout_servers.server",
 ]

@@ -16,7 +16,7 @@ from slipstream.configs.load import load_config
 from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.trainers.assemble import build_trainer
+from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train
@@ -54,7 +54,7 @@ def trained_groups(run: str) -> list[list[Group]]:
 def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[dict[str, float]]:
     """Trains on those groups, one step after the other, in this process; leaves the weights in the folder's model."""
     folder = config.paths
-    trainer = build_trainer(config, folder.initial_model, world)
+    train_step = build_train_step(config, folder.initial_model, world)
     figures = []
     for step, groups in enumerate(steps):
         (*updates,) = deal(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
@@ -62,9 +62,9 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
         data = build_step(
             dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=step, consuming_version=step
         )
-        figures.append(trainer.step(data, unpublished_steps=0))
+        figures.append(train_step.run(data, unpublished_steps=0))
     exported = load_file(folder.export / "model.safetensors")
-    for name, tensor in full_weights(trainer.model):
+    for name, tensor in full_weights(train_step.model):
         assert torch.equal(tensor, exported[name]), name
     return figures
 

@@ -17,11 +17,10 @@ from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs import RunConfig
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
-from slipstream.learner.models.load import load_model
+from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.moe import expert_figures
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.trainers.assemble import model_options
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import Prompt, Transcript
@@ -95,7 +94,7 @@ async def generate(config: RunConfig, model: Path, *, prompts: int) -> list[Traj
 
 def deviations(config: RunConfig, model: Path, answers: Sequence[Trajectory], world: World) -> tuple[Tensor, float]:
     """|Δ log-prob| of each action between engine and learner, and the share of experts that the router would change."""
-    policy = load_model(model, model_options(config.model, config.learner), world)
+    policy = load_model(model, ModelOptions.of(config.model, config.learner), world)
     sequences = [token_sequence(answer, {}) for answer in answers]
     if not config.learner.router_replay:
         sequences = [replace(each, routed_experts=None) for each in sequences]

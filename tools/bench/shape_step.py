@@ -22,12 +22,12 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
+from slipstream.learner.cli import end_process
 from slipstream.learner.data.balance import SequenceCost, share_out
 from slipstream.learner.data.buffer_feed import StepData, build_step
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.process import end_process
-from slipstream.learner.trainers.assemble import build_trainer
+from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.tools.bench.workers import Workers, free_port
 
 ONE_MAP_PER_TENSOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -145,15 +145,15 @@ def _measure(folder: Path) -> None:
     world = join_world()
     matrix = _matrix_flops_per_s(world.device, getattr(torch, case.dtype))
     before = _resident_bytes("VmRSS")
-    trainer = build_trainer(config, Path(case.model), world)
+    train_step = build_train_step(config, Path(case.model), world)
     cost = SequenceCost.of_model(Path(case.model))
     data = [_step_data(lengths, case, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
-    trainer.step(data[0], unpublished_steps=0)
+    train_step.run(data[0], unpublished_steps=0)
     _reset_peak(world.device)
     durations_s, figures = [], dict[str, float]()
     for _ in range(case.steps):
         began = time.perf_counter()
-        figures = trainer.step(data[1], unpublished_steps=0)
+        figures = train_step.run(data[1], unpublished_steps=0)
         durations_s.append(time.perf_counter() - began)
     on_gpu = world.device.type == "cuda"
     result = Result(

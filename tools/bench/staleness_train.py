@@ -22,8 +22,8 @@ from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
-from slipstream.learner.trainers.assemble import build_trainer
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.parts import build_train_step
+from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards
@@ -44,16 +44,16 @@ def train(config: RunConfig) -> Curves:
     path = initial_model(config)
     world = join_world()
     try:
-        trainer = build_trainer(config, path, world)
-        curves = _run(trainer, config.buffer.max_staleness, Sampler(config, trainer.model, path).groups)
+        train_step = build_train_step(config, path, world)
+        curves = _run(train_step, config.buffer.max_staleness, Sampler(config, train_step.model, path).groups)
     finally:
         leave_world()
     curves.seconds = time.monotonic() - started
     return curves
 
 
-def _run(trainer: Trainer, lag: int, generate: Callable[[int], Sequence[Group]]) -> Curves:
-    learner, curves = trainer.learner, Curves()
+def _run(train_step: TrainStep, lag: int, generate: Callable[[int], Sequence[Group]]) -> Curves:
+    learner, curves = train_step.learner, Curves()
     throttle = None if learner.throttle is None else Throttle(learner.throttle, lag)
     queue = DelayQueue(generate)
     for step in range(learner.steps):
@@ -63,18 +63,18 @@ def _run(trainer: Trainer, lag: int, generate: Callable[[int], Sequence[Group]])
         data = build_step(
             weighted_groups,
             token_budget=learner.token_budget,
-            rewards=trainer.rewards,
+            rewards=train_step.rewards,
             step=step,
             consuming_version=step,
         )
-        metrics = trainer.step(data, unpublished_steps=0)
+        metrics = train_step.run(data, unpublished_steps=0)
         curves.rewards.append(_mean_reward(queue.newest))
         curves.lags.append(lag)
         for name in KEPT_METRICS:
             curves.figures.setdefault(name, []).append(metrics[name])
         action = None if throttle is None else throttle.observe(metrics)
         if action is not None:
-            lag, trainer.lr_scale = action.max_staleness, action.lr_scale
+            lag, train_step.lr_scale = action.max_staleness, action.lr_scale
     curves.rewards.append(_mean_reward(generate(learner.steps)))
     return curves
 

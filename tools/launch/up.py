@@ -72,8 +72,9 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError, before anything is started, when a port is busy, a model, a key or a plug-in is missing, or the
-    folder can't be used, is in use, holds a finished run or one that began with incompatible settings.
+    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, a model, a
+    key or a plug-in is missing, or the folder can't be used, is in use, holds a finished run or one that began with
+    incompatible settings.
     """
     started_at = time.monotonic()
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
@@ -81,6 +82,11 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     add_undo_steps(parser)
     arguments, config = read_run_arguments(parser, argv)
+    if config.learner.trainer.name != "rl":
+        raise ConfigError(
+            f"`slipstream up` starts the processes of RL; learner.trainer={config.learner.trainer.name} needs only the "
+            f"learner: `learner {arguments.config}`"
+        )
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
     if config.run.port_base is None and is_confined(config):

@@ -20,40 +20,40 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.fused_head import ActionScores
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
+from slipstream.learner.trainers.rl.step import TrainStep
+from tests.learner.recorded import build_train_step, preparer_of, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
 REJECTS_TOKENS = {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}]}
 
 
-def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Objective, MicroBatch, ActionScores]:
+def objective_of(train_step: TrainStep, groups: Path, *, update: int) -> tuple[Objective, MicroBatch, ActionScores]:
     """The objective of one update of the first step, which is a single micro-batch; without a penalty."""
-    data = recorded_step(groups, 0, trainer, rank=0, world_size=1)
-    prepared = preparer_of(trainer)(
+    data = recorded_step(groups, 0, train_step, rank=0, world_size=1)
+    prepared = preparer_of(train_step)(
         data.rows, data.updates, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0
     )
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        learner=trainer.learner,
-        horizon=trainer.sampling.max_tokens,
-        loss=build_loss(trainer.learner.loss),
+        learner=train_step.learner,
+        horizon=train_step.sampling.max_tokens,
+        loss=build_loss(train_step.learner.loss),
         prepared=prepared,
         update=update,
         totals=totals_of(mask_BT),
         kl_coefficient=0.0,
         generator=torch.Generator(),
     )
-    return objective, batch, score_actions(trainer.model, batch, temperature=0.8)
+    return objective, batch, score_actions(train_step.model, batch, temperature=0.8)
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_penalty_in_reward_is_not_in_loss(place: str, world: World, make_config: MakeConfig, groups: Path) -> None:
-    trainer = build_trainer(make_config(kl={"coefficient": 1.0, "place": place}, token_budget=4000), world)
-    assert trainer.reference is not None
-    nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))  # so that policy and reference differ
-    objective, batch, scores = objective_of(trainer, groups, update=0)
+    train_step = build_train_step(make_config(kl={"coefficient": 1.0, "place": place}, token_budget=4000), world)
+    assert train_step.reference is not None
+    nn.init.zeros_(train_step.reference.get_parameter("lm_head.weight"))  # so that policy and reference differ
+    objective, batch, scores = objective_of(train_step, groups, update=0)
     without, penalised = (
         replace(objective, kl_coefficient=coefficient)(scores, batch)[0].item() for coefficient in (0.0, 1.0)
     )
@@ -67,7 +67,7 @@ def test_rejected_actions_are_not_in_sequence_ratio(world: World, make_config: M
         loss={"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
         correction={"weight": "none", **REJECTS_TOKENS},
     )
-    objective, batch, scores = objective_of(build_trainer(config, world), groups, update=1)
+    objective, batch, scores = objective_of(build_train_step(config, world), groups, update=1)
     moved_A = torch.randn(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
     loss, figures = objective(scores._replace(logprobs_A=scores.logprobs_A + moved_A), batch)
     prepared = objective.prepared
@@ -86,7 +86,7 @@ def test_rejected_actions_are_not_in_sequence_ratio(world: World, make_config: M
 def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeConfig, groups: Path) -> None:
     loss = {"entropy_bonus": 0.5, "aggregation": "token-mean"}
     config = make_config(token_budget=4000, loss=loss, correction=REJECTS_TOKENS)
-    objective, batch, scores = objective_of(build_trainer(config, world), groups, update=0)
+    objective, batch, scores = objective_of(build_train_step(config, world), groups, update=0)
     entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
     (without, _), (with_bonus, figures) = (
         objective(scores._replace(entropy_A=each_A), batch) for each_A in (None, entropy_A)
@@ -98,7 +98,7 @@ def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeC
 
 
 def test_groups_count_by_their_importance_weights(world: World, make_config: MakeConfig, groups: Path) -> None:
-    objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=0)
+    objective, batch, scores = objective_of(build_train_step(make_config(token_budget=4000), world), groups, update=0)
     rows = objective.prepared.rows
     first_B = (rows.group_E[rows.episode_B] == 0).float()
 
@@ -112,7 +112,7 @@ def test_groups_count_by_their_importance_weights(world: World, make_config: Mak
 
 
 def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, groups: Path) -> None:
-    objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=1)
+    objective, batch, scores = objective_of(build_train_step(make_config(token_budget=4000), world), groups, update=1)
     seen: list[LossInputs] = []
 
     def loss(inputs: LossInputs) -> LossTerms:
@@ -162,7 +162,7 @@ def test_token_budget_does_not_matter(
     settings: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
 ) -> None:
     one, other = (
-        train(build_trainer(make_config(token_budget=budget, **settings), world), groups, range(2))
+        train(build_train_step(make_config(token_budget=budget, **settings), world), groups, range(2))
         for budget in (40, 4000)
     )
     assert one[0]["grad_norm"] > 0
@@ -174,7 +174,7 @@ def test_token_budget_does_not_matter(
 def test_rejected_actions_are_counted_by_reason(
     correction: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
 ) -> None:
-    (figures,) = train(build_trainer(make_config(correction=correction), world), groups, [0])
+    (figures,) = train(build_train_step(make_config(correction=correction), world), groups, [0])
     assert 0 < figures["masked_fraction"] < 1
     (by_reason,) = [value for name, value in figures.items() if name.startswith("masked/")]
     assert by_reason == pytest.approx(figures["masked_fraction"])
@@ -182,7 +182,7 @@ def test_rejected_actions_are_counted_by_reason(
 
 def test_step_with_everything_rejected_has_loss_0(world: World, make_config: MakeConfig, groups: Path) -> None:
     correction = {"rejections": [{"level": "token", "estimator": "k3", "high": 1e-12}]}
-    (figures,) = train(build_trainer(make_config(correction=correction), world), groups, [0])
+    (figures,) = train(build_train_step(make_config(correction=correction), world), groups, [0])
     assert (figures["masked_fraction"], figures["loss"], figures["grad_norm"]) == (1.0, 0.0, 0.0)
 
 
@@ -192,6 +192,6 @@ def test_mismatch_is_measured_where_first_weights_are_known(
 ) -> None:
     config = make_config(correction={"proximal": proximal}, optimizer={"lr": 2e-2, "warmup_steps": 0})
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    (figures,) = train(build_trainer(config, world), groups, [0])
+    (figures,) = train(build_train_step(config, world), groups, [0])
     measured = sum(batch.actions for update in updates for batch in data.updates[update])
     assert (figures["mismatch_tokens"], figures["mismatch_tokens"] < figures["actions"]) == (measured, updates == [0])

@@ -15,7 +15,7 @@ from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
+from tests.learner.recorded import build_train_step, preparer_of, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -41,7 +41,7 @@ def advantage_inputs(config: RunConfig, world: World, groups: Path) -> tuple[Adv
         return torch.zeros_like(inputs.mask_BT)
 
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    prepared(preparer_of(build_trainer(config, world), advantage), data)
+    prepared(preparer_of(build_train_step(config, world), advantage), data)
     (inputs,) = received
     return inputs, data.rows.mask_BT > 0
 
@@ -69,7 +69,7 @@ def test_lag_counts_training_steps_of_versions(world: World, make_config: MakeCo
     base = make_config()
     config = base.model_copy(update={"weights": base.weights.model_copy(update={"publish_every_steps": 4})})
     data = recorded_step(groups, 1, config, rank=0, world_size=1)
-    lag_BT = prepared(preparer_of(build_trainer(config, world)), data, unpublished_steps=3).lag_BT
+    lag_BT = prepared(preparer_of(build_train_step(config, world)), data, unpublished_steps=3).lag_BT
     assert [set(lag_BT[data.rows.versions_BT == version].tolist()) for version in (0, 1)] == [{7}, {3}]
 
 
@@ -79,23 +79,23 @@ def test_lag_counts_training_steps_of_versions(world: World, make_config: MakeCo
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_reference_stays_initial_policy(place: str, world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(kl={"coefficient": 0.1, "place": place}, updates_per_step=1)
-    trainer = build_trainer(config, world)
-    assert trainer.reference is not None
-    before = {name: tensor.clone() for name, tensor in full_weights(trainer.reference)}
-    first, second, *_ = train(trainer, groups, range(3))
+    train_step = build_train_step(config, world)
+    assert train_step.reference is not None
+    before = {name: tensor.clone() for name, tensor in full_weights(train_step.reference)}
+    first, second, *_ = train(train_step, groups, range(3))
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
     assert second["reference_kl"] > 1e-4
-    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(trainer.reference))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(train_step.reference))
 
 
 def test_scored_reference_is_sharded_again(world: World, make_config: MakeConfig, groups: Path) -> None:
     base = make_config(kl={"coefficient": 0.1}, updates_per_step=1)
     config = base.model_copy(update={"model": base.model.model_copy(update={"dtype": "bfloat16"})})
-    trainer = build_trainer(config, world)
-    train(trainer, groups, range(1))
-    assert trainer.reference is not None
+    train_step = build_train_step(config, world)
+    train(train_step, groups, range(1))
+    assert train_step.reference is not None
     # FSDP leaves what is in no layer gathered for a backward pass, which a reference never has.
-    assert all(isinstance(weight, DTensor) for weight in trainer.reference.parameters())
+    assert all(isinstance(weight, DTensor) for weight in train_step.reference.parameters())
 
 
 @pytest.mark.parametrize("estimator", ["k3", "k1+", "k2"])
@@ -106,7 +106,7 @@ def test_larger_penalty_keeps_policy_nearer_to_reference(
     for coefficient in (1e-6, 3.0):
         kl = {"coefficient": coefficient, "estimator": estimator}
         config = make_config(kl=kl, advantage="rloo", optimizer={"lr": 5e-4, "warmup_steps": 0})
-        last.append(train(build_trainer(config, world), groups, [0, 1, 2, 0, 1, 2])[-1]["reference_kl"])
+        last.append(train(build_train_step(config, world), groups, [0, 1, 2, 0, 1, 2])[-1]["reference_kl"])
     assert last[1] < 0.7 * last[0]
 
 
@@ -116,11 +116,11 @@ def test_penalty_in_reward_lowers_advantages(
 ) -> None:
     kl = {"coefficient": 1.0, "place": "reward", "estimator": "k1"}
     config = make_config(kl=kl, advantage="dr_grpo", correction={"proximal": proximal})
-    trainer = build_trainer(config, world)
-    train(trainer, groups, range(2))  # so that policy and reference differ
+    train_step = build_train_step(config, world)
+    train(train_step, groups, range(2))  # so that policy and reference differ
     data = recorded_step(groups, 2, config, rank=0, world_size=1)
     without, penalised = (
-        prepared(preparer_of(trainer), data, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)
+        prepared(preparer_of(train_step), data, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)
     )
     assert penalised.reference_logprobs_BT is not None
     assert (penalised.proximal_logprobs_BT[data.rows.mask_BT > 0] < 0).all(), "some were not scored"
@@ -134,7 +134,7 @@ def test_penalty_in_reward_lowers_advantages(
 
 def test_adaptive_coefficient_rises_above_target(world: World, make_config: MakeConfig, groups: Path) -> None:
     kl: dict[str, Any] = {"coefficient": 0.01, "target": 1e-5, "horizon": 64}  # in episodes, of which a step has 32
-    figures = train(build_trainer(make_config(kl=kl), world), groups, range(4))
+    figures = train(build_train_step(make_config(kl=kl), world), groups, range(4))
     coefficients = [each["kl_coefficient"] for each in figures]
     assert coefficients[0] == 0.01
     assert coefficients[1:] == pytest.approx([coefficients[1], 1.1 * coefficients[1], 1.1**2 * coefficients[1]])

@@ -26,8 +26,8 @@ from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data import buffer_feed
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData, explain_shortage
 from slipstream.learner.parallel.mesh import MeshSizes, World
-from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.assemble import build_feed
+from slipstream.learner.trainers.rl import parts
+from slipstream.learner.trainers.rl.parts import build_feed
 from tests.learner.served import DEADLINE_S, LEARNER, RolloutServer, served_sections, serving
 
 
@@ -78,7 +78,7 @@ def lease_requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             steps.append(step)
             return super().lease(step, **request)
 
-    monkeypatch.setattr(assemble, "BufferClient", Recording)
+    monkeypatch.setattr(parts, "BufferClient", Recording)
     return steps
 
 

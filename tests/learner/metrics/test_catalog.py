@@ -20,7 +20,7 @@ from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.publication import SyncFigures
 from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
-from tests.learner.trainers.loops import learner_that_continues, third_step
+from tests.learner.trainers.rl.loops import learner_that_continues, third_step
 
 STEPS = 4
 ALL_OPTIONS: dict[str, Any] = {
@@ -51,7 +51,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     sync = SyncFigures(members=1)
     for figures in (sync.published_s, sync.stalls_s, sync.deviations):
         figures.append(0.1)
-    root.reporter = RLReporter(
+    learner.loop.reporter = root.reporter = RLReporter(
         [JsonlTracker(config.paths.metrics)],
         sync,
         steps=STEPS,

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus
 from slipstream.configs.paths import RunPaths
-from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.metrics import reporter as reporter_module
 from slipstream.learner.metrics import rl_reporter as rl_reporter_module
 from slipstream.learner.metrics.rl_reporter import RLReporter
@@ -109,8 +108,9 @@ def test_full_disk_leaves_no_partial_summary(tmp_path: Path) -> None:
         tracker.log(step(number))
     reporter = build_reporter(tracker)
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
-        reporter.finish(TrainState(step=2, version=9), STATE, folder)
+        reporter.finish(STATE, folder, step=2, version=9)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    reporter.finish(TrainState(step=2, version=9), STATE, folder)
+    reporter.finish(STATE, folder, step=2, version=9)
+    reporter.close()
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     assert (summary["steps"], summary["policy_version"], summary["eval_reward"]) == (2, 9, "exact_match")

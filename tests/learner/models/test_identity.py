@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.parallel.mesh import World
-from tests.learner.recorded import build_trainer
+from tests.learner.recorded import build_train_step
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -67,7 +67,7 @@ def test_other_tokens_are_refused(
 ) -> None:
     path = change(digits_model, tmp_path / "other")
     with pytest.raises(ConfigError, match=f"={path}: .*{problem}"):
-        build_trainer(make_config(**roles(path)[role]), world)
+        build_train_step(make_config(**roles(path)[role]), world)
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
@@ -78,7 +78,7 @@ def test_other_padding_of_vocabulary_is_accepted(
     path = resized(digits_model, tmp_path / "larger", vocabulary=64)
     if not tokenizer:
         (path / "tokenizer.json").unlink()
-    build_trainer(make_config(**roles(path)[role]), world)
+    build_train_step(make_config(**roles(path)[role]), world)
 
 
 def test_unreadable_tokenizer_is_named(
@@ -87,4 +87,4 @@ def test_unreadable_tokenizer_is_named(
     path = Path(shutil.copytree(digits_model, tmp_path / "other"))
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json can't be"):
-        build_trainer(make_config(**roles(path)[0]), world)
+        build_train_step(make_config(**roles(path)[0]), world)

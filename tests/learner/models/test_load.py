@@ -23,8 +23,8 @@ from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import VOCABULARY, build_trainer, options_of, record, recorded_step, run_config, train
+from slipstream.learner.trainers.rl.step import TrainStep
+from tests.learner.recorded import VOCABULARY, build_train_step, options_of, record, recorded_step, run_config, train
 from tests.remote_code import with_remote_code
 
 MakeConfig = Callable[..., RunConfig]
@@ -48,7 +48,7 @@ def test_training_in_bfloat16_is_near_float32(
     )
     record(tmp_path / "groups", 2, config)
     exact, rounded = [
-        train(build_trainer(in_dtype(config, dtype), world), tmp_path / "groups", [0, 1])[-1]
+        train(build_train_step(in_dtype(config, dtype), world), tmp_path / "groups", [0, 1])[-1]
         for dtype in ("float32", "bfloat16")
     ]
     for figure in ("loss", "grad_norm", "value_loss", "critic_grad_norm", "reference_kl"):
@@ -106,30 +106,32 @@ def with_dropout(digits_model: Path, tmp_path: Path) -> MakeConfig:
     return make
 
 
-def scores(trainer: Trainer) -> list[Tensor]:
+def scores(train_step: TrainStep) -> list[Tensor]:
     """Scores of the same actions by policy, reference and critic, with gradient."""
-    assert trainer.reference is not None and trainer.critic is not None
-    logprobs = [score_actions(model, BATCH, temperature=1.0).logprobs_A for model in (trainer.model, trainer.reference)]
-    return [*logprobs, trainer.critic.values(BATCH)]
+    assert train_step.reference is not None and train_step.critic is not None
+    logprobs = [
+        score_actions(model, BATCH, temperature=1.0).logprobs_A for model in (train_step.model, train_step.reference)
+    ]
+    return [*logprobs, train_step.critic.values(BATCH)]
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 1), ("selective", 2), ("full", 2)])
 def test_models_have_no_dropout_and_recompute_activations(
     checkpointing: str, passes: int, world: World, with_dropout: MakeConfig
 ) -> None:
-    trainer = build_trainer(with_dropout(activation_checkpointing=checkpointing), world)
-    assert trainer.critic is not None
-    nn.init.constant_(trainer.critic.model.get_parameter("head.weight"), 0.1)
-    for once, again in zip(scores(trainer), scores(trainer), strict=True):
+    train_step = build_train_step(with_dropout(activation_checkpointing=checkpointing), world)
+    assert train_step.critic is not None
+    nn.init.constant_(train_step.critic.model.get_parameter("head.weight"), 0.1)
+    for once, again in zip(scores(train_step), scores(train_step), strict=True):
         assert once.std() > 0
         assert torch.equal(once, again)
-    policy: Any = trainer.model
-    backbone: Any = trainer.critic.model.backbone
+    policy: Any = train_step.model
+    backbone: Any = train_step.critic.model.backbone
     forward_passes: list[nn.Module] = []
     parts = [policy.model.layers[0].mlp, backbone.layers[0].mlp]
     for part in parts:
         part.register_forward_pre_hook(lambda module, _: forward_passes.append(module))
-    for each in scores(trainer):
+    for each in scores(train_step):
         if each.requires_grad:
             each.sum().backward()
     assert [forward_passes.count(part) for part in parts] == [passes, passes]
@@ -141,11 +143,11 @@ def test_disabled_dropout_is_logged_and_kept_in_export(
     run = with_dropout()
     assert run.model.path is not None
     with capture_logs() as logs:
-        trainer = build_trainer(run, world)
-        build_trainer(make_config(), world)  # of a model without dropout
+        train_step = build_train_step(run, world)
+        build_train_step(make_config(), world)  # of a model without dropout
     logged = [(line["model"], line["attention_dropout"]) for line in logs if "dropout" in line["event"]]
     assert logged == 3 * [(str(run.model.path), DROPOUT)]
-    export_model(run.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
+    export_model(run.model.path, tmp_path / "exported", train_step.model, world, dtype=torch.float32)
     exported = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
     assert exported["attention_dropout"] == DROPOUT
 

@@ -24,9 +24,9 @@ from slipstream.learner.models.lora import (
 )
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.learner.recorded import build_trainer, train, weights_of
+from tests.learner.recorded import build_train_step, train, weights_of
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -61,43 +61,43 @@ def adapters_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def trained(world: World, make_lora: MakeConfig, groups: Path) -> Trainer:
+def trained(world: World, make_lora: MakeConfig, groups: Path) -> TrainStep:
     """Adapters after two steps."""
-    trainer = build_trainer(make_lora(), world)
-    train(trainer, groups, [0, 1])
-    return trainer
+    train_step = build_train_step(make_lora(), world)
+    train(train_step, groups, [0, 1])
+    return train_step
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_adapters_are_trained(world: World, make_lora: MakeConfig, groups: Path, dtype: str) -> None:
     config = make_lora()
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    trainer = build_trainer(config, world)
-    before = weights_of(trainer.model)
-    figures = train(trainer, groups, [0, 1])
+    train_step = build_train_step(config, world)
+    before = weights_of(train_step.model)
+    figures = train(train_step, groups, [0, 1])
     assert all(step["grad_norm"] > 0 for step in figures)
-    for name, tensor in weights_of(trainer.model).items():
+    for name, tensor in weights_of(train_step.model).items():
         assert torch.equal(tensor, before[name]) != (".lora_" in name), name
         assert tensor.dtype == (torch.float32 if ".lora_" in name else getattr(torch, dtype))
     layers = 2
-    assert len(trainer.optimizer.state) == len(adapters_of(trainer.model)) == layers * 7 * 2
+    assert len(train_step.optimizer.state) == len(adapters_of(train_step.model)) == layers * 7 * 2
 
 
 def test_policy_starts_as_the_base(world: World, make_lora: MakeConfig) -> None:
     config = make_lora()
-    model, plain = (build_trainer(each, world).model for each in (config, make_lora(lora=None)))
+    model, plain = (build_train_step(each, world).model for each in (config, make_lora(lora=None)))
     values = adapters_of(model)
     assert not any(tensor.any() for name, tensor in values.items() if "lora_B" in name)
     assert all(tensor.std() > 0.04 for name, tensor in values.items() if "lora_A" in name)
-    again = adapters_of(build_trainer(config, world).model)
+    again = adapters_of(build_train_step(config, world).model)
     assert all(torch.equal(tensor, values[name]) for name, tensor in again.items())
     assert torch.equal(logits(model), logits(plain))
 
 
 def test_reference_is_the_policy_without_adapters(world: World, make_lora: MakeConfig, groups: Path) -> None:
     kl = {"coefficient": 0.3, "place": "reward", "estimator": "k1"}
-    own = build_trainer(make_lora(kl=kl), world)
-    other = build_trainer(make_lora(kl=kl | {"reference": str(make_lora().model.path)}), world)
+    own = build_train_step(make_lora(kl=kl), world)
+    other = build_train_step(make_lora(kl=kl | {"reference": str(make_lora().model.path)}), world)
     assert own.reference is own.model and other.reference is not other.model
     assert train(own, groups, [0, 1, 2]) == train(other, groups, [0, 1, 2])
     with without_adapters(own.model):
@@ -106,16 +106,18 @@ def test_reference_is_the_policy_without_adapters(world: World, make_lora: MakeC
 
 
 def test_restored_adapters_continue_bit_for_bit(
-    world: World, make_lora: MakeConfig, groups: Path, trained: Trainer, tmp_path: Path
+    world: World, make_lora: MakeConfig, groups: Path, trained: TrainStep, tmp_path: Path
 ) -> None:
     save_checkpoint(tmp_path / "saved", trained.trained, TrainState(step=2), world, keep=1)
     wanted = train(trained, groups, [2, 3])
-    restored = build_trainer(make_lora(), world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == TrainState(step=2)
+    restored = build_train_step(make_lora(), world)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world, TrainState) == TrainState(step=2)
     assert train(restored, groups, [2, 3]) == wanted
     for lora in (LORA | {"rank": 8}, None):
         with pytest.raises(CheckpointError, match=r"model\.lora"):
-            load_checkpoint(tmp_path / "saved", build_trainer(make_lora(lora=lora), world).trained, world)
+            load_checkpoint(
+                tmp_path / "saved", build_train_step(make_lora(lora=lora), world).trained, world, TrainState
+            )
 
 
 def test_checkpoint_of_tied_model_has_adapters_alone(world: World, tmp_path: Path) -> None:
@@ -133,12 +135,12 @@ def test_checkpoint_of_tied_model_has_adapters_alone(world: World, tmp_path: Pat
     kept = adapters_of(model)
     for parameter in model.parameters():
         parameter.data.mul_(2)
-    assert load_checkpoint(tmp_path, {"policy": (model, optimizer)}, world) == TrainState(step=1)
+    assert load_checkpoint(tmp_path, {"policy": (model, optimizer)}, world, TrainState) == TrainState(step=1)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in adapters_of(model).items())
 
 
 def test_merged_export_computes_as_the_policy(
-    world: World, trained: Trainer, make_lora: MakeConfig, tmp_path: Path
+    world: World, trained: TrainStep, make_lora: MakeConfig, tmp_path: Path
 ) -> None:
     source: Any = make_lora().model.path
     export_model(source, tmp_path / "merged", trained.model, world, dtype=torch.float32)
@@ -147,7 +149,9 @@ def test_merged_export_computes_as_the_policy(
     assert not torch.allclose(logits(merged), logits(initial(make_lora())), atol=1e-2)
 
 
-def test_exported_adapter_is_one_of_peft(world: World, trained: Trainer, make_lora: MakeConfig, tmp_path: Path) -> None:
+def test_exported_adapter_is_one_of_peft(
+    world: World, trained: TrainStep, make_lora: MakeConfig, tmp_path: Path
+) -> None:
     base = initial(make_lora())
     source: Any = make_lora().model.path
     export_model(source, tmp_path / "adapter", trained.model, world, dtype=torch.float32, adapter=True)
@@ -163,7 +167,7 @@ def test_exported_adapter_is_one_of_peft(world: World, trained: Trainer, make_lo
         )
 
 
-def test_snapshot_has_the_adapters_and_their_config(trained: Trainer) -> None:
+def test_snapshot_has_the_adapters_and_their_config(trained: TrainStep) -> None:
     taker = SnapshotTaker(trained.model, dtype=torch.bfloat16, bucket_bytes=1 << 20, device=torch.device("cpu"))
     snapshot = taker.take(3, evaluate=False, keep=True)
     assert snapshot is not None and snapshot.manifest.adapter is not None
@@ -180,16 +184,16 @@ def test_snapshot_has_the_adapters_and_their_config(trained: Trainer) -> None:
 
 
 def test_chosen_layers_have_adapters(world: World, make_lora: MakeConfig) -> None:
-    model = build_trainer(make_lora(LORA | {"targets": ["q_proj", "down_proj"]}), world).model
+    model = build_train_step(make_lora(LORA | {"targets": ["q_proj", "down_proj"]}), world).model
     assert {name.split(".")[-3] for name in adapters_of(model)} == {"q_proj", "down_proj"}
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .* qq_proj; .*v_proj"):
-        build_trainer(make_lora(LORA | {"targets": ["q_proj", "qq_proj"]}), world)
+        build_train_step(make_lora(LORA | {"targets": ["q_proj", "qq_proj"]}), world)
 
 
 def test_missing_package_is_named(world: World, make_lora: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"slipstream\[lora\]"):
-        build_trainer(make_lora(), world)
+        build_train_step(make_lora(), world)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.learner.experts import LAYOUT, build_experts, record_with_experts, write_experts
-from tests.learner.recorded import VOCABULARY, build_trainer, options_of, run_config, train
+from tests.learner.recorded import VOCABULARY, build_train_step, options_of, run_config, train
 
 MakeConfig = Callable[..., RunConfig]
 LENGTHS = (5, 12, 9)
@@ -255,8 +255,8 @@ def test_training_reports_experts(world: World, moe_config: MakeConfig, tmp_path
     config = moe_config(router_replay=replay, kl={"coefficient": 0.1})
     record_with_experts(tmp_path / "groups", 1, config)
     with capture_logs() as logs:
-        trainer = build_trainer(config, world)
-    (figures,) = train(trainer, tmp_path / "groups", [0])
+        train_step = build_train_step(config, world)
+    (figures,) = train(train_step, tmp_path / "groups", [0])
     assert figures["experts/load_max"] >= 1
     assert 0 <= figures["experts/idle"] < 1
     assert ("experts/replayed" in figures) == replay
@@ -270,4 +270,4 @@ def test_training_reports_experts(world: World, moe_config: MakeConfig, tmp_path
 
 def test_replay_without_experts_is_refused(world: World, make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"learner\.router_replay"):
-        build_trainer(make_config(router_replay=True), world)
+        build_train_step(make_config(router_replay=True), world)

@@ -25,11 +25,11 @@ from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import MeshSizes, World, build_expert_mesh, build_mesh, join_world, leave_world
-from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl import parts
+from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.learner.recorded import VOCABULARY, build_trainer, train
-from tests.learner.trainers.two_ranks import with_learner
+from tests.learner.recorded import VOCABULARY, build_train_step, train
+from tests.learner.trainers.rl.two_ranks import with_learner
 
 RANKS = 4
 STEPS = 1
@@ -67,7 +67,7 @@ def plain_descent() -> Iterator[None]:
         )
 
     with (
-        patch.object(assemble, "build_optimizer", build),
+        patch.object(parts, "build_optimizer", build),
         patch("slipstream.learner.algorithms.critic.build_optimizer", build),
         patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
     ):
@@ -77,15 +77,15 @@ def plain_descent() -> Iterator[None]:
 def trained(config: RunConfig, groups: Path, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Figures of the steps, and the published weights on rank 0."""
     with plain_descent():
-        trainer = build_trainer(config, world)
-        figures = train(trainer, groups, range(STEPS))
-    return figures, published(trainer)
+        train_step = build_train_step(config, world)
+        figures = train(train_step, groups, range(STEPS))
+    return figures, published(train_step)
 
 
-def published(trainer: Trainer) -> dict[str, torch.Tensor]:
+def published(train_step: TrainStep) -> dict[str, torch.Tensor]:
     """The weights as servers get them; empty on ranks other than 0."""
-    world = trainer.world
-    taker = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
+    world = train_step.world
+    taker = SnapshotTaker(train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     snapshot = taker.take(1, evaluate=False, keep=world.is_root)
     return {} if snapshot is None else dict(snapshot.named_tensors())
 
@@ -104,7 +104,7 @@ def on_mesh(config: RunConfig, world: World) -> World:
     return replace(world, mesh=build_mesh("cpu", sizes), sizes=sizes, expert_mesh=build_expert_mesh("cpu", sizes))
 
 
-def saved_bytes(trainer: Trainer) -> int:
+def saved_bytes(train_step: TrainStep) -> int:
     """Memory of what a pass over many tokens keeps for its backward pass."""
     storages: dict[int, int] = {}
 
@@ -116,18 +116,18 @@ def saved_bytes(trainer: Trainer) -> int:
     sequences = [all_actions(np.arange(60) % VOCABULARY)] * 30
     (batch,) = pack(sequences, token_budget=60 * 30)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        scores = score_actions(trainer.model, batch, temperature=1.0)
+        scores = score_actions(train_step.model, batch, temperature=1.0)
     torch.autograd.backward(scores.logprobs_A.sum())
     return sum(storages.values())
 
 
 def save(case: str, folder: Path, config: RunConfig, world: World) -> None:
     """Trains a step with AdamW and saves a checkpoint."""
-    trainer = build_trainer(config, world)
-    train(trainer, folder / "groups", [0])
+    train_step = build_train_step(config, world)
+    train(train_step, folder / "groups", [0])
     target = folder / "saved" / case
     open_checkpoints(target, world, keep=1)
-    save_checkpoint(target, trainer.trained, TrainState(step=1), world, keep=1)
+    save_checkpoint(target, train_step.trained, TrainState(step=1), world, keep=1)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -144,7 +144,7 @@ def run_rank(rank: int, folder: Path) -> None:
         if case in SAVED:
             save(case, folder, config, mesh)
         if case == "cp4":
-            found = saved_bytes(build_trainer(config, mesh))
+            found = saved_bytes(build_train_step(config, mesh))
             (folder / f"bytes-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     leave_world()
 

@@ -28,14 +28,14 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
+from slipstream.learner.cli import end_process
 from slipstream.learner.models import load
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.process import end_process
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.contract.experts import MODELS as EXPERTS
-from tests.learner.recorded import build_trainer, train, weights_of
-from tests.learner.trainers.two_ranks import with_learner
+from tests.learner.recorded import build_train_step, train, weights_of
+from tests.learner.trainers.rl.two_ranks import with_learner
 
 STEPS = 2
 """Steps before the checkpoint; one step follows."""
@@ -81,11 +81,11 @@ def shared_rows(folder: Path, config: RunConfig, world: World) -> Results:
 
 def hsdp(folder: Path, config: RunConfig, world: World) -> Results:
     """Trains, saves a checkpoint and a snapshot."""
-    trainer = build_trainer(config, world)
-    figures = train(trainer, folder / "groups", range(STEPS))
+    train_step = build_train_step(config, world)
+    figures = train(train_step, folder / "groups", range(STEPS))
     open_checkpoints(folder / "hsdp", world, keep=1)
-    save_checkpoint(folder / "hsdp", trainer.trained, TrainState(step=STEPS), world, keep=1)
-    taker = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
+    save_checkpoint(folder / "hsdp", train_step.trained, TrainState(step=STEPS), world, keep=1)
+    taker = SnapshotTaker(train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     snapshot = taker.take(1, evaluate=False, keep=world.is_root)
     if snapshot is not None:
         save_file({name: tensor.clone() for name, tensor in snapshot.named_tensors()}, folder / "snapshot.safetensors")
@@ -96,15 +96,15 @@ def resume(folder: Path, config: RunConfig, world: World) -> Results:
     """Continues the checkpoints of other meshes, and one that is written during the step after it."""
     found: Results = {}
     for saved in ("hsdp", "one", "background"):
-        trainer = build_trainer(config, world)
-        assert load_checkpoint(folder / saved, trainer.trained, world) == TrainState(step=STEPS)
+        train_step = build_train_step(config, world)
+        assert load_checkpoint(folder / saved, train_step.trained, world, TrainState) == TrainState(step=STEPS)
         writing = None
         if saved == "one":
             background, group = folder / "background", dist.new_group(backend="gloo")
             open_checkpoints(background, world, keep=1)
             state = TrainState(step=STEPS)
-            writing = BackgroundCheckpoint(background, trainer.trained, state, world, keep=1, group=group)
-        found[saved] = train(trainer, folder / "groups", [STEPS])
+            writing = BackgroundCheckpoint(background, train_step.trained, state, world, keep=1, group=group)
+        found[saved] = train(train_step, folder / "groups", [STEPS])
         if writing is not None:
             writing.finish()
     return found
@@ -113,7 +113,7 @@ def resume(folder: Path, config: RunConfig, world: World) -> Results:
 def load_large(folder: Path, config: RunConfig, world: World) -> Results:
     """Loads a model of about 150 MB and takes a snapshot of it, and measures the private memory of both."""
     peaks: list[int] = []
-    build_trainer(config, world)  # torch and transformers import much at the first use
+    build_train_step(config, world)  # torch and transformers import much at the first use
     # Forward passes, such as those of the checks, gather some layers at a time, or the head.
     with peak_of_private_bytes(peaks), patch.object(load, "check_packing"), patch.object(load, "check_head"):
         model = load_model(folder / LARGE, ModelOptions(dtype=torch.float32, attention="segments"), world)

@@ -24,7 +24,7 @@ from slipstream.learner.checkpoint import TrainState, load_checkpoint
 from slipstream.learner.parallel.mesh import MeshSizes, World, refuse
 from tests.conftest import free_port
 from tests.learner.parallel.axes import CASES, RANKS, SAVED, STEPS, case_config, saved_bytes, trained
-from tests.learner.recorded import VOCABULARY, build_trainer, record, run_config, train, vivid, weights_of
+from tests.learner.recorded import VOCABULARY, build_train_step, record, run_config, train, vivid, weights_of
 
 ROOT = Path(__file__).parents[3]
 DIMENSIONS: dict[str, Any] = {
@@ -85,9 +85,9 @@ def test_training_on_mesh_equals_one_process(case: str, four_ranks: Path, world:
 @pytest.mark.parametrize("case", SAVED)
 def test_checkpoint_of_mesh_continues_on_one_process(case: str, four_ranks: Path, world: World) -> None:
     config, groups = case_config(four_ranks, case), four_ranks / "groups"
-    alone, resumed = build_trainer(config, world), build_trainer(config, world)
+    alone, resumed = build_train_step(config, world), build_train_step(config, world)
     train(alone, groups, [0])
-    assert load_checkpoint(four_ranks / "saved" / case, resumed.trained, world) == TrainState(step=1)
+    assert load_checkpoint(four_ranks / "saved" / case, resumed.trained, world, TrainState) == TrainState(step=1)
     (mine,), (theirs,) = train(alone, groups, [1]), train(resumed, groups, [1])
     assert theirs["loss"] == pytest.approx(mine["loss"], abs=1e-5)
     weights = weights_of(resumed.model)
@@ -96,7 +96,7 @@ def test_checkpoint_of_mesh_continues_on_one_process(case: str, four_ranks: Path
 
 
 def test_split_tokens_need_a_share_of_activation_memory(four_ranks: Path, world: World) -> None:
-    alone = saved_bytes(build_trainer(case_config(four_ranks, "cp4"), world))
+    alone = saved_bytes(build_train_step(case_config(four_ranks, "cp4"), world))
     for rank in range(RANKS):
         assert json.loads((four_ranks / f"bytes-{rank}.json").read_text(encoding="utf-8")) < 0.3 * alone
 

@@ -18,7 +18,7 @@ from tests.conftest import free_port
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
 from tests.learner.parallel.meshes import LARGE, ONE_EXPERT, STEPS
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, run_config, train, weights_of
+from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, run_config, train, weights_of
 
 ROOT = Path(__file__).parents[3]
 MB = 1 << 20
@@ -60,12 +60,12 @@ def meshes(digits_model: Path, world: World, tmp_path_factory: pytest.TempPathFa
     for kind in EXPERTS:
         write_experts(folder / kind, kind)
     write_experts(folder / ONE_EXPERT, "qwen3_moe", num_experts=1, num_experts_per_tok=1)
-    trainer = build_trainer(config, world)
-    alone = train(trainer, folder / "groups", range(STEPS))
-    weights = weights_of(trainer.model)
+    train_step = build_train_step(config, world)
+    alone = train(train_step, folder / "groups", range(STEPS))
+    weights = weights_of(train_step.model)
     open_checkpoints(folder / "one", world, keep=1)
-    save_checkpoint(folder / "one", trainer.trained, TrainState(step=STEPS), world, keep=1)
-    alone += train(trainer, folder / "groups", [STEPS])
+    save_checkpoint(folder / "one", train_step.trained, TrainState(step=STEPS), world, keep=1)
+    alone += train(train_step, folder / "groups", [STEPS])
     command = [sys.executable, "-m", "tests.learner.parallel.meshes", str(folder), str(free_port())]
     # glibc keeps freed memory of smaller blocks, which would count in the measured peaks.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MB // 4)}
@@ -103,9 +103,9 @@ def test_two_ranks_continue_checkpoint_of_other_mesh(saved: str, meshes: Meshes)
 
 
 def test_one_rank_continues_checkpoint_of_copies_and_shards(meshes: Meshes, world: World, digits_model: Path) -> None:
-    trainer = build_trainer(run_config(digits_model, meshes.folder), world)
-    assert load_checkpoint(meshes.folder / "hsdp", trainer.trained, world) == TrainState(step=STEPS)
-    (figures,) = train(trainer, meshes.folder / "groups", [STEPS])
+    train_step = build_train_step(run_config(digits_model, meshes.folder), world)
+    assert load_checkpoint(meshes.folder / "hsdp", train_step.trained, world, TrainState) == TrainState(step=STEPS)
+    (figures,) = train(train_step, meshes.folder / "groups", [STEPS])
     require_equal(figures, meshes.alone[STEPS])
 
 

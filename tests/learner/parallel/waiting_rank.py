@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slipstream.learner.cli import end_process
 from slipstream.learner.parallel import watchdog
 from slipstream.learner.parallel.mesh import join_world, leave_world
-from slipstream.learner.process import end_process
 
 
 def main(deadline_s: float) -> None:

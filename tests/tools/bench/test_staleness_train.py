@@ -17,8 +17,8 @@ from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import join_world, leave_world
-from slipstream.learner.trainers.assemble import build_trainer
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.parts import build_train_step
+from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.rewards.functions.match import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness import DEMO
@@ -74,27 +74,27 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def trainer(config: RunConfig) -> Iterator[Trainer]:
+def train_step(config: RunConfig) -> Iterator[TrainStep]:
     """The learner before its first step."""
     world = join_world()
-    yield build_trainer(config, initial_model(config), world)
+    yield build_train_step(config, initial_model(config), world)
     leave_world()
 
 
 @pytest.fixture
-def sampler(config: RunConfig, trainer: Trainer) -> Sampler:
+def sampler(config: RunConfig, train_step: TrainStep) -> Sampler:
     """A sampler on the learner's model."""
-    return Sampler(config, trainer.model, initial_model(config))
+    return Sampler(config, train_step.model, initial_model(config))
 
 
 @torch.no_grad()
-def test_log_mu_equals_the_learners_scores(config: RunConfig, trainer: Trainer, sampler: Sampler) -> None:
+def test_log_mu_equals_the_learners_scores(config: RunConfig, train_step: TrainStep, sampler: Sampler) -> None:
     dealt = [[(group, 1.0) for group in sampler.groups(0)]]
     data = build_step(
         dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
     )
     ((batch,),) = data.updates
-    scores = score_actions(trainer.model, batch, temperature=0.7)
+    scores = score_actions(train_step.model, batch, temperature=0.7)
     own_BT = torch.zeros_like(data.rows.mask_BT)
     batch.put(own_BT, scores.logprobs_A)
     assert data.rows.mask_BT.tolist() == [[1.0] * 3] * 12

@@ -127,6 +127,14 @@ def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[s
     assert [*folder.parent.iterdir(), *folder.iterdir()] == [folder, folder / "summary.json"]
 
 
+def test_trainer_other_than_rl_is_refused(tmp_path: Path) -> None:
+    done = up(tmp_path, "learner.trainer=mine:Sft")
+    assert done.returncode == 2
+    assert "learner.trainer=mine:Sft" in done.stderr
+    assert f"`learner {DEMO}`" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_invalid_run_folder_is_named_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = up(tmp_path, "run.dir=file")

@@ -25,8 +25,8 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.experts import record_with_experts, write_experts
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
-from tests.learner.trainers.two_ranks import (
+from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, recorded_step, run_config, train
+from tests.learner.trainers.rl.two_ranks import (
     OPTIMIZERS,
     REPLAY,
     STEPS,
@@ -37,7 +37,7 @@ from tests.learner.trainers.two_ranks import (
 )
 from tests.vision import gradient_norms, write_vision_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     record_with_experts(folder / "groups-with-experts", 2, config)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    command += [str(free_port()), "--module", "tests.learner.trainers.two_ranks", str(folder)]
+    command += [str(free_port()), "--module", "tests.learner.trainers.rl.two_ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -77,7 +77,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
 @pytest.mark.parametrize("balanced", [False, True], ids=["equal-groups", "equal-cost"])
 def test_two_ranks_have_losses_of_one(two_ranks: TwoRanks, world: World, balanced: bool) -> None:
     config = two_ranks.config
-    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
+    alone = train(build_train_step(config, world), two_ranks.folder / "groups", range(STEPS))
     together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
     if balanced:
         together = two_ranks.results("balanced")[0]
@@ -103,7 +103,7 @@ def test_recorded_shares_differ_in_micro_batches(two_ranks: TwoRanks) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
     config = variant_of(two_ranks.config, variant)
-    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
+    alone = train(build_train_step(config, world), two_ranks.folder / "groups", range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["grad_norm"] > 0
@@ -115,7 +115,7 @@ def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, wo
 
 def test_replayed_experts_are_independent_of_ranks(two_ranks: TwoRanks, world: World) -> None:
     config = with_model(with_learner(two_ranks.config, REPLAY), two_ranks.folder / "experts")
-    alone = train(build_trainer(config, world), two_ranks.folder / "groups-with-experts", range(2))
+    alone = train(build_train_step(config, world), two_ranks.folder / "groups-with-experts", range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))["experts"]
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["experts/changed"] > 0.3
@@ -133,11 +133,11 @@ def test_gradients_with_images_are_independent_of_ranks(two_ranks: TwoRanks, wor
 
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
     config = two_ranks.config
-    alone = build_trainer(config, world)
+    alone = build_train_step(config, world)
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
-    continued = build_trainer(config, world)
+    continued = build_train_step(config, world)
     saved = config.paths.checkpoints
-    assert load_checkpoint(saved, continued.trained, world) == TrainState(step=STEPS)
+    assert load_checkpoint(saved, continued.trained, world, TrainState) == TrainState(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
@@ -151,22 +151,22 @@ def test_optimizer_resumes_on_two_ranks(two_ranks: TwoRanks, optimizer: str) -> 
 
 
 def test_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
-    trainer = build_trainer(two_ranks.config, world)
-    load_checkpoint(two_ranks.config.paths.checkpoints, trainer.trained, world)
+    train_step = build_train_step(two_ranks.config, world)
+    load_checkpoint(two_ranks.config.paths.checkpoints, train_step.trained, world, TrainState)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
-    assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
-    for name, tensor in full_weights(trainer.model):
+    assert exported.state_dict().keys() == {name for name, _ in full_weights(train_step.model)}
+    for name, tensor in full_weights(train_step.model):
         assert torch.equal(exported.state_dict()[name], tensor), name
 
 
 def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World) -> None:
     config, groups = variant_of(two_ranks.config, "lora"), two_ranks.folder / "groups"
-    alone, continued = (build_trainer(config, world) for _ in range(2))
+    alone, continued = (build_train_step(config, world) for _ in range(2))
     train(alone, groups, [0])
-    assert load_checkpoint(two_ranks.folder / "lora", continued.trained, world) == TrainState(step=1)
+    assert load_checkpoint(two_ranks.folder / "lora", continued.trained, world, TrainState) == TrainState(step=1)
     exported = load_file(two_ranks.folder / "adapter" / "adapter_model.safetensors")
-    for trainer in (alone, continued):
-        for name, tensor in AdapterStateDict(trainer.model, dtype=torch.float32).gather():
+    for train_step in (alone, continued):
+        for name, tensor in AdapterStateDict(train_step.model, dtype=torch.float32).gather():
             # AdamW divides by the size of a gradient, however small that is.
             torch.testing.assert_close(exported[name], tensor, atol=1e-5, rtol=1e-4)
     assert train(continued, groups, [1])[0] == pytest.approx(train(alone, groups, [1])[0], abs=1e-4, rel=1e-3)

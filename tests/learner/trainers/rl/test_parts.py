@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.trainers import assemble
+from slipstream.learner.trainers.rl import parts
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 
@@ -27,7 +27,7 @@ def publisher(*, on_device: bool) -> Any:
 
 def taker_of(run: str, transport: str, device: torch.device, publisher: Any) -> SnapshotTaker:
     weights = WeightsConfig.model_validate({"transport": transport})
-    return assemble.snapshot_taker(
+    return parts.snapshot_taker(
         nn.Linear(3, 2), weights, run=run, dtype=torch.bfloat16, device=device, publisher=publisher
     )
 
@@ -59,7 +59,7 @@ def test_full_gpu_ends_only_runs_with_transport_nccl(
             raise torch.OutOfMemoryError("no 64 GiB")
         return SnapshotTaker(*arguments, device=device, **others)
 
-    monkeypatch.setattr(assemble, "SnapshotTaker", full)
+    monkeypatch.setattr(parts, "SnapshotTaker", full)
     asked = publisher(on_device=True)
     if transport == "nccl":
         with pytest.raises(ConfigError, match=r"weights\.transport=nccl: cuda .*no 64 GiB"):

@@ -1,4 +1,4 @@
-"""RL trainings with a real trainer and loop, and mocks of feed, buffer and publisher."""
+"""RL trainers with real training steps, and mocks of feed, buffer and publisher."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.learner.checkpoint import TrainState, save_checkpoint
+from slipstream.learner.checkpoint import save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import build_training
-from slipstream.learner.trainers.rl import RLTraining, RootServices
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.parts import RootServices
+from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.rl.trainer import RLSettings, RLState, RLTrainer
 from slipstream.learner.weights.publication import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.learner.recorded import build_trainer, prober_of, recorded_step
+from tests.learner.recorded import build_train_step, prober_of, recorded_step
 
 
 class NoGroupsError(Exception):
@@ -34,7 +34,7 @@ class Learner:
     """A training and its mocks."""
 
     config: RunConfig
-    loop: RLTraining
+    loop: RLTrainer
     feed: Any
     buffer: Any
     publisher: Any
@@ -47,13 +47,13 @@ class Learner:
 
 def learner_that_continues(step: int, config: RunConfig, world: World) -> Learner:
     """A training that starts from a checkpoint of that step."""
-    trainer = build_trainer(config, world)
-    state = TrainState(step=step, version=step)
-    save_checkpoint(config.paths.checkpoints, trainer.trained, state, world, keep=1)
-    return learner_beside(config, trainer, version=step)
+    train_step = build_train_step(config, world)
+    state = RLState(step=step, version=step)
+    save_checkpoint(config.paths.checkpoints, train_step.trained, state, world, keep=1)
+    return learner_beside(config, train_step, version=step)
 
 
-def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Learner:
+def learner_beside(config: RunConfig, train_step: TrainStep, *, version: int) -> Learner:
     """A training whose buffer reports that version."""
     buffer = create_autospec(BufferClient, instance=True)
     buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
@@ -63,19 +63,22 @@ def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Lear
     publisher.figures = SyncFigures()
     feed = create_autospec(Feed, instance=True)
     feed.take.side_effect, feed.images = NoGroupsError, None
-    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=trainer.world.device)
+    snapshots = SnapshotTaker(
+        train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=train_step.world.device
+    )
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
     reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}
     root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
-    loop = build_training(
-        config,
-        config.model.path,
-        trainer=trainer,
+    loop = RLTrainer(
+        settings=RLSettings.of(config, config.model.path),
+        world=train_step.world,
+        reporter=reporter,
+        train_step=train_step,
         feed=feed,
         read_groups=lambda ids: [],
         snapshots=snapshots,
-        prober=prober_of(trainer),
+        prober=prober_of(train_step),
         root=root,
     )
     return Learner(config, loop, feed, buffer, publisher)

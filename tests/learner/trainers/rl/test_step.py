@@ -18,8 +18,16 @@ from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train, weights_of
+from slipstream.learner.trainers.rl.step import TrainStep
+from tests.learner.recorded import (
+    RECORDED_STEPS,
+    build_train_step,
+    record,
+    recorded_step,
+    step_groups,
+    train,
+    weights_of,
+)
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -42,7 +50,7 @@ def groups_folder(config: RunConfig) -> Path:
     return folder
 
 
-def plain_copy(trainer: Trainer, config: RunConfig) -> nn.Module:
+def plain_copy(train_step: TrainStep, config: RunConfig) -> nn.Module:
     """The same weights in a model that nothing shards."""
     from transformers import AutoModelForCausalLM
 
@@ -50,17 +58,17 @@ def plain_copy(trainer: Trainer, config: RunConfig) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.float32, attn_implementation="segments"
     )
-    model.load_state_dict(weights_of(trainer.model))
+    model.load_state_dict(weights_of(train_step.model))
     return model
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_step_changes_every_weight(world: World, make_config: MakeConfig, updates: int) -> None:
     config = make_config(updates_per_step=updates)
-    trainer = build_trainer(config, world)
-    before = weights_of(trainer.model)
-    (figures,) = train(trainer, groups_folder(config), [0])
-    for name, after in full_weights(trainer.model):
+    train_step = build_train_step(config, world)
+    before = weights_of(train_step.model)
+    (figures,) = train(train_step, groups_folder(config), [0])
+    for name, after in full_weights(train_step.model):
         assert torch.isfinite(after).all(), name
         assert not torch.equal(after, before[name]), name
     assert figures["lr"] == pytest.approx(3e-3)
@@ -69,22 +77,22 @@ def test_step_changes_every_weight(world: World, make_config: MakeConfig, update
 
 def test_update_without_finite_gradient_is_skipped(world: World, make_config: MakeConfig) -> None:
     config = make_config()
-    trainer = build_trainer(config, world)
+    train_step = build_train_step(config, world)
     data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
     data.rows.behaviour_logprobs_BT[-16:, 0] = torch.nan  # in the second of two updates
-    before = weights_of(trainer.model)
-    figures = trainer.step(data, unpublished_steps=0)
+    before = weights_of(train_step.model)
+    figures = train_step.run(data, unpublished_steps=0)
     assert figures["skipped_updates"] == 1
     assert not math.isfinite(figures["grad_norm"])
-    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
-    for name, after in full_weights(trainer.model):
+    assert {int(state["step"]) for state in train_step.optimizer.state.values()} == {1}
+    for name, after in full_weights(train_step.model):
         assert torch.isfinite(after).all(), name
         assert not torch.equal(after, before[name]), name
 
 
 def test_step_makes_good_answers_likelier(world: World, make_config: MakeConfig) -> None:
     config = make_config(updates_per_step=1, optimizer={"lr": 1e-4, "warmup_steps": 0})
-    trainer = build_trainer(config, world)
+    train_step = build_train_step(config, world)
     folder = groups_folder(config)
     data = recorded_step(folder, 0, config, rank=0, world_size=1)
     (batches,), rows = data.updates, data.rows
@@ -93,13 +101,14 @@ def test_step_makes_good_answers_likelier(world: World, make_config: MakeConfig)
     def gain() -> float:
         return sum(
             float(
-                score_actions(trainer.model, batch, temperature=0.8).logprobs_A @ in_order(batch, advantages_of(rows))
+                score_actions(train_step.model, batch, temperature=0.8).logprobs_A
+                @ in_order(batch, advantages_of(rows))
             )
             for batch in batches
         )
 
     before = gain()
-    train(trainer, folder, [0])
+    train(train_step, folder, [0])
     assert gain() > before
 
 
@@ -136,11 +145,11 @@ def advantages_of(rows: ActionBatch) -> Tensor:
 
 def test_second_update_is_anchored_to_initial_weights(world: World, make_config: MakeConfig) -> None:
     config = make_config(optimizer={"lr": 2e-2, "warmup_steps": 0})
-    trainer = build_trainer(config, world)
+    train_step = build_train_step(config, world)
     folder = groups_folder(config)
     data = recorded_step(folder, 0, config, rank=0, world_size=1)
     first, second = data.updates
-    by_hand = plain_copy(trainer, config)
+    by_hand = plain_copy(train_step, config)
     anchor = copy.deepcopy(by_hand)
 
     def scored(model: nn.Module, batches: list[MicroBatch]) -> list[Tensor]:
@@ -155,7 +164,7 @@ def test_second_update_is_anchored_to_initial_weights(world: World, make_config:
     # What the trap leads to: an anchor that is scored anew with the present weights, whose ratio is always 1.
     trapped_loss, trapped_clipped = own_loss(by_hand, second, data, scored(by_hand, second))
 
-    (figures,) = train(trainer, folder, [0])
+    (figures,) = train(train_step, folder, [0])
     first_value, second_value, trapped_value = (
         float(loss.detach()) for loss in (first_loss, second_loss, trapped_loss)
     )
@@ -168,7 +177,7 @@ def test_second_update_is_anchored_to_initial_weights(world: World, make_config:
 
 def test_single_update_never_clips(world: World, make_config: MakeConfig) -> None:
     config = make_config(updates_per_step=1, optimizer={"lr": 2e-2, "warmup_steps": 0})
-    assert [f["clip_fraction"] for f in train(build_trainer(config, world), groups_folder(config), [0, 1])] == [0, 0]
+    assert [f["clip_fraction"] for f in train(build_train_step(config, world), groups_folder(config), [0, 1])] == [0, 0]
 
 
 def test_entropy_bonus_raises_entropy(world: World, make_config: MakeConfig) -> None:
@@ -176,7 +185,7 @@ def test_entropy_bonus_raises_entropy(world: World, make_config: MakeConfig) -> 
     folder = groups_folder(make_config())
     for bonus in (1e-12, 1.0):
         config = make_config(loss={"entropy_bonus": bonus})
-        entropies.append(train(build_trainer(config, world), folder, range(3))[-1]["entropy"])
+        entropies.append(train(build_train_step(config, world), folder, range(3))[-1]["entropy"])
     assert entropies[1] > entropies[0] + 0.01
 
 
@@ -220,10 +229,10 @@ def test_group_with_half_weight_has_half_the_loss(
         data = build_step(
             [groups], token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
         )
-        trainer = build_trainer(config, world)
-        if trainer.reference is not None:  # so that policy and reference differ
-            nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))
-        figures = trainer.step(data, unpublished_steps=0)
+        train_step = build_train_step(config, world)
+        if train_step.reference is not None:  # so that policy and reference differ
+            nn.init.zeros_(train_step.reference.get_parameter("lm_head.weight"))
+        figures = train_step.run(data, unpublished_steps=0)
         return figures[figure] * figures["actions"]
 
     assert summed((other, 1.0)) != pytest.approx(0, abs=0.1)

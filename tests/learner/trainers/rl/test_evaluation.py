@@ -15,9 +15,9 @@ from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers import evaluation
-from slipstream.learner.trainers.evaluation import await_reports, engine_mismatch
-from tests.learner.recorded import build_trainer, step_groups
+from slipstream.learner.trainers.rl import evaluation
+from slipstream.learner.trainers.rl.evaluation import await_reports, engine_mismatch
+from tests.learner.recorded import build_train_step, step_groups
 
 DEADLINE_S = 30.0
 EVALUATED = m.EvalReport(version=3, score=0.5, tasks=2, failures={}, eval_s=1.0, group_ids=["7", "8"])
@@ -47,7 +47,7 @@ def test_lost_final_evaluation_is_requested_again(monkeypatch: pytest.MonkeyPatc
 
 def test_engine_mismatch_measures_known_error(world: World, make_config: Callable[..., RunConfig]) -> None:
     config, difference = make_config(), 1e-4
-    model = build_trainer(config, world).model
+    model = build_train_step(config, world).model
 
     def off_by(answer: m.Trajectory) -> m.Trajectory:
         (batch,) = pack([token_sequence(answer, {})], token_budget=64)
@@ -69,6 +69,6 @@ def test_engine_mismatch_is_of_evaluated_version_only(world: World, make_config:
     group = step_groups(1, config)[0]
     spans = [span for answer in group.trajectories for span in answer.spans]
     assert {span.version for span in spans} == {0, 1}
-    model = build_trainer(config, world).model
+    model = build_train_step(config, world).model
     figures = engine_mismatch(model, [group], version=1, token_budget=64, temperature=1.0, device=world.device)
     assert figures["mismatch_tokens"] == sum(span.end - span.start for span in spans if span.version == 1)

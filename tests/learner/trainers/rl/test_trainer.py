@@ -16,14 +16,14 @@ from slipstream.configs import RunConfig
 from slipstream.configs.models import model_fingerprint
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
-from slipstream.learner.models.optim import DivergedError
+from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.step import MOST_STEPS_SKIPPED
-from tests.learner.recorded import build_trainer, weights_of
-from tests.learner.trainers.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
+from slipstream.learner.trainers.rl.trainer import RLState
+from tests.learner.recorded import build_train_step, weights_of
+from tests.learner.trainers.rl.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 
 STEPS = 3
 RUINOUS = {"lr": 1e30, "warmup_steps": 0}
@@ -50,6 +50,14 @@ def resume(world: World, make_config: Callable[..., RunConfig]) -> Resume:
         return learner_that_continues(2, base.model_copy(update=changed), world)
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("tasks", "every", "evaluated"), [(8, 2, [0, 2, 3]), (8, 0, [0, 3]), (0, 2, [])], ids=["every", "ends", "none"]
+)
+def test_evaluations_are_due(tasks: int, every: int, evaluated: list[int], resume: Resume) -> None:
+    loop = resume({"eval": {"tasks": tasks, "every_steps": every}}, steps=STEPS).loop
+    assert [step for step in range(STEPS + 1) if loop.evaluates_after(step)] == evaluated
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
@@ -80,8 +88,8 @@ def test_versions_are_equally_many_steps_apart(resume: Resume, groups: Path) -> 
     learner = resume({"weights": {"publish_every_steps": 3}}, steps=9)
     third = third_step(groups, learner.config)
     learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 6)] + [NoGroupsError]
-    trainer = learner.loop.trainer
-    with patch.object(trainer, "step", wraps=trainer.step) as step:
+    train_step = learner.loop.train_step
+    with patch.object(train_step, "run", wraps=train_step.run) as step:
         learner.run()
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
     assert fetched == [(2, 3), (3, 3), (4, 3), (5, 4), (6, 4)], "it resumes as version 3"
@@ -101,15 +109,15 @@ def test_throttle_and_kl_coefficient_are_resumed(
     first.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
     first.run()
     assert [call.args[0] for call in first.buffer.throttle.call_args_list] == [4, 2]
-    assert first.loop.trainer.lr_scale == 0.5
-    second = learner_beside(config, build_trainer(config, world), version=3)
+    assert first.loop.train_step.lr_scale == 0.5
+    second = learner_beside(config, build_train_step(config, world), version=3)
     second.run()
     second.buffer.throttle.assert_called_once_with(2)
-    assert second.loop.trainer.lr_scale == 0.5
+    assert second.loop.train_step.lr_scale == 0.5
     assert first.loop.throttle is not None and second.loop.throttle is not None
     assert second.loop.throttle.state() == pytest.approx(first.loop.throttle.state(), nan_ok=True)
-    assert first.loop.trainer.kl is not None and second.loop.trainer.kl is not None
-    assert second.loop.trainer.kl.value == first.loop.trainer.kl.value == pytest.approx(0.08)
+    assert first.loop.train_step.kl is not None and second.loop.train_step.kl is not None
+    assert second.loop.train_step.kl.value == first.loop.train_step.kl.value == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize(("members", "without_engine"), [(0, 0), (1, 0), (0, 1)])
@@ -144,7 +152,7 @@ def test_diverged_policy_is_neither_published_nor_saved(
     weights = {"publish_every_steps": publish_every_steps, "verify": verify}
     checkpoint = {"every_steps": 1, "keep": 1}
     learner = resume({"weights": weights}, updates_per_step=1, checkpoint=checkpoint, optimizer=RUINOUS)
-    before = weights_of(learner.loop.trainer.model)
+    before = weights_of(learner.loop.train_step.model)
     learner.feed.take.side_effect = [third_step(groups, learner.config)]
     with pytest.raises(DivergedError, match=r"step 3 .*learner.optimizer.lr.* step 2"):
         learner.run()
@@ -153,16 +161,16 @@ def test_diverged_policy_is_neither_published_nor_saved(
     assert (learner.publisher.publish.call_args.args[0].manifest.probe is not None) == verify
     folder = learner.config.paths.checkpoints
     assert checkpoint_steps(folder) == [2]
-    load_checkpoint(folder, learner.loop.trainer.trained, world)
-    for name, tensor in full_weights(learner.loop.trainer.model):
+    load_checkpoint(folder, learner.loop.train_step.trained, world, RLState)
+    for name, tensor in full_weights(learner.loop.train_step.model):
         assert torch.equal(tensor, before[name]), name
 
 
 def test_diverged_checkpoint_is_not_published(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
-    trainer, folder = learner.loop.trainer, config.paths.checkpoints
-    torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
-    save_checkpoint(folder, trainer.trained, TrainState(step=2, version=2), world, keep=1)
+    train_step, folder = learner.loop.train_step, config.paths.checkpoints
+    torch.nn.init.constant_(train_step.model.get_parameter("lm_head.weight"), torch.inf)
+    save_checkpoint(folder, train_step.trained, RLState(step=2, version=2), world, keep=1)
     with pytest.raises(DivergedError, match=f"step 2 .*{folder}"):
         learner.run()
     learner.publisher.publish.assert_not_called()
@@ -249,9 +257,9 @@ def test_checkpoints_between_publications_have_fp32_weights(
     learner = learner_that_continues(2, config, world)
     learner.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
     learner.run()
-    restored = build_trainer(config, world)
-    load_checkpoint(config.paths.checkpoints, restored.trained, world)
-    trained = weights_of(learner.loop.trainer.model)
+    restored = build_train_step(config, world)
+    load_checkpoint(config.paths.checkpoints, restored.trained, world, RLState)
+    trained = weights_of(learner.loop.train_step.model)
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, trained[name]), name
         assert not torch.equal(tensor, tensor.bfloat16().float()), name

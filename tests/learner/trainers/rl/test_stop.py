@@ -15,7 +15,7 @@ from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.parallel.mesh import World
-from tests.learner.trainers.loops import Learner, learner_that_continues, third_step
+from tests.learner.trainers.rl.loops import Learner, learner_that_continues, third_step
 
 AWAY = DeadlineError("the buffer is away")
 

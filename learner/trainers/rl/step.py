@@ -21,23 +21,20 @@ from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
-from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
+from slipstream.learner.data.packing import MicroBatch, aligned
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_figures
-from slipstream.learner.models.optim import DivergedError, descend, learning_rate, set_learning_rate
+from slipstream.learner.models.optim import SkippedUpdates, descend, learning_rate, set_learning_rate
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")
 
-MOST_STEPS_SKIPPED = 10
-"""Consecutive steps with all updates of a model skipped: more than bad batches explain."""
-
 
 @dataclass
-class Trainer:
-    """Models and optimizers of an RL training; on every rank."""
+class TrainStep:
+    """Models and optimizers of an RL training, and its training step; on every rank."""
 
     learner: LearnerConfig
     sampling: SamplingConfig
@@ -58,13 +55,12 @@ class Trainer:
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
     """Factor of the policy's scheduled learning rate, set by the throttle."""
-    skipped_updates: int = 0
-    """Updates of policy and critic that were skipped because the gradient was not finite."""
-    _skipped_in_a_row: dict[str, int] = field(default_factory=dict, init=False)
-    """Consecutive skipped updates of each model, by the metric of its gradient norm."""
+    skipped: SkippedUpdates = field(init=False)
+    """Those of policy and critic."""
     _prepare: StepPreparer = field(init=False)
 
     def __post_init__(self) -> None:
+        self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
         self._loss = build_loss(self.learner.loss)
         advantage = build_advantage(self.learner.advantage)
         self._prepare = StepPreparer(
@@ -79,7 +75,7 @@ class Trainer:
             critic=self.critic,
         )
 
-    def step(self, data: StepData, *, unpublished_steps: int) -> dict[str, float]:
+    def run(self, data: StepData, *, unpublished_steps: int) -> dict[str, float]:
         """Trains on one step's groups; a collective.
 
         Args:
@@ -91,10 +87,10 @@ class Trainer:
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
         sums = StepSums(self.world.device, self.learner.correction.reasons)
-        updates = [self._aligned(batches) for batches in data.updates]
+        updates = [aligned(batches, self.world) for batches in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
-        skipped_before = self.skipped_updates
+        skipped_before = self.skipped.count
         own_version = None if unpublished_steps else data.consuming_version
         prepared = self._prepare(
             rows,
@@ -112,11 +108,11 @@ class Trainer:
                 self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
             if self.critic is not None:
                 self._update_critic(self.critic, batches, prepared, sums)
-        sums.set("skipped_updates", self.skipped_updates)
-        if self.skipped_updates > skipped_before:
-            skipped = self.skipped_updates - skipped_before
+        sums.set("skipped_updates", self.skipped.count)
+        if self.skipped.count > skipped_before:
+            skipped = self.skipped.count - skipped_before
             log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
-            self._require_updates()
+            self.skipped.require_updates()
         figures = sums.means(self.world.sum(sums.vector())) | expert_figures(self.model, self.world)
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
@@ -206,19 +202,7 @@ class Trainer:
     ) -> None:
         norm = descend(model, optimizer, config)
         sums.set(figure, norm)
-        skipped = int(not norm.isfinite())
-        self.skipped_updates += skipped
-        self._skipped_in_a_row[figure] = skipped * (self._skipped_in_a_row.get(figure, 0) + 1)
-
-    def _require_updates(self) -> None:
-        for figure, skipped in self._skipped_in_a_row.items():
-            if skipped >= MOST_STEPS_SKIPPED * self.learner.updates_per_step:
-                raise DivergedError(
-                    f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
-                    "learner.optimizer.lr, or the critic's, and start again; if it recurs, also move the latest "
-                    f"checkpoint in {self.checkpoints} away, and start with --undo-steps: the run "
-                    "goes on from the one before"
-                )
+        self.skipped.observe(figure, norm)
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""
@@ -229,7 +213,7 @@ class Trainer:
     @property
     def updated(self) -> bool:
         """False if the last update of a model was skipped."""
-        return not any(self._skipped_in_a_row.values())
+        return not self.skipped.latest
 
     @property
     def trained(self) -> ModelsAndOptimizers:
@@ -245,9 +229,3 @@ class Trainer:
     @property
     def _kl_coefficient(self) -> float:
         return 0.0 if self.kl is None else self.kl.value
-
-    def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """An update's micro-batches on the device, padded to the same number on every rank."""
-        most = self.world.largest(len(micro_batches))
-        padding = [empty_micro_batch()] * (most - len(micro_batches))
-        return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]

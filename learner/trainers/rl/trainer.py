@@ -3,28 +3,41 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
 
 import torch
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client.learner import new_incarnation
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
-from slipstream.configs.models import model_fingerprint, vocabulary_size
+from slipstream.configs import RunConfig, agreement
+from slipstream.configs.models import model_fingerprint, model_problems, vocabulary_size
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
+from slipstream.configs.schema.run import EvalConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
-from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
-from slipstream.learner.trainers.base import TrainingLoop
-from slipstream.learner.trainers.evaluation import await_reports, engine_mismatch
-from slipstream.learner.trainers.step import Trainer
-from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.trainers.base import Trainer
+from slipstream.learner.trainers.rl.evaluation import await_reports, engine_mismatch
+from slipstream.learner.trainers.rl.parts import (
+    RootServices,
+    build_feed,
+    build_prober,
+    build_train_step,
+    open_root_services,
+    snapshot_taker,
+)
+from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 
 log = get_log("learner.loop")
@@ -34,29 +47,52 @@ EVALUATION_GROUPS = 4
 """Groups of an evaluation whose answers are candidates for the kept samples."""
 
 
-@dataclass
-class RootServices:
-    """Connections and trackers of rank 0."""
+@dataclass(frozen=True, kw_only=True)
+class RLSettings(TrainerSettings):
+    """Settings of an RL trainer."""
 
-    buffer: BufferClient
-    publisher: WeightPublisher
-    reporter: RLReporter
-    samples: SampleStore
+    weights: WeightsConfig
+    evaluation: EvalConfig
+    max_staleness: int
+    """The configured bound."""
+
+    @classmethod
+    def of(cls, config: RunConfig, initial_model: Path) -> Self:
+        """The settings of a run whose model is in `initial_model`."""
+        return cls(
+            learner=config.learner,
+            model=config.model,
+            paths=config.paths,
+            initial_model=initial_model,
+            weights=config.weights,
+            evaluation=config.eval,
+            max_staleness=config.buffer.max_staleness,
+        )
+
+
+@dataclass(frozen=True)
+class RLState(TrainState):
+    """The state of an RL training."""
+
+    version: int = 0
+    """Latest policy version that was published."""
+    kl_coefficient: float | None = None
+    """Of an adaptive KL penalty."""
+    throttle: dict[str, float] = field(default_factory=dict)
+    """Its `state()`."""
 
 
 @dataclass(kw_only=True)
-class RLTraining(TrainingLoop[StepData]):
+class RLTrainer(Trainer[StepData]):
     """One rank of an RL training.
 
     `run` raises: DeadlineError when buffer or rollout servers exceed a deadline, RefusedError when they refuse,
     DivergedError when training has ruined a model.
     """
 
-    weights: WeightsConfig
-    max_staleness: int
-    """The configured bound."""
-    token_budget: int
-    trainer: Trainer
+    settings: RLSettings
+    state: RLState = field(default_factory=RLState)
+    train_step: TrainStep
     feed: Feed
     read_groups: Callable[[Sequence[str]], list[Group]]
     """Reads an evaluation's answers, by the ids of their groups."""
@@ -64,7 +100,7 @@ class RLTraining(TrainingLoop[StepData]):
     prober: Prober
     """Scores a few tokens: a policy with log-probs that are not finite is neither published nor saved, and servers
     verify versions by them."""
-    throttle: Throttle | None
+    throttle: Throttle | None = field(init=False)
     root: RootServices | None
     """None on all ranks but 0."""
     published_step: int = 0
@@ -74,31 +110,81 @@ class RLTraining(TrainingLoop[StepData]):
     """Undo steps that a checkpoint of the run contains, but not the one that was loaded."""
     _no_members: LogInterval = field(default_factory=lambda: LogInterval(NO_MEMBERS_WARNING_S))
 
+    @classmethod
+    def problems(cls, config: RunConfig) -> Sequence[str]:
+        """Reasons why a run can't be started, found before the ranks have joined."""
+        return [*config.rl_problems(), *model_problems(config.model, config.learner)]
+
+    @classmethod
+    def rank_settings(cls, config: RunConfig) -> dict[str, str]:
+        """Settings that all ranks must share, by name."""
+        return agreement.rl_rank_settings(config)
+
+    @classmethod
+    def root_waits_s(cls, config: RunConfig) -> float:
+        """Longest wait of rank 0 for the buffer, Redis and the last evaluation."""
+        return config.redis.outage_deadline_s + config.eval.deadline_s
+
+    @classmethod
+    def from_setup(cls, setup: RankSetup) -> Self:
+        """The trainer of a rank; a collective.
+
+        Raises: ConfigError when an address is taken, the batch does not divide among the ranks, a model can't be
+        trained, or there is no room for the only transport that may be used.
+        """
+        config, path, world, incarnation = setup.config, setup.initial_model, setup.world, new_incarnation()
+        feed = build_feed(config, path, world, incarnation, setup.signals, images=ImageReader.of(path))
+        setup.cleanup.callback(feed.close)
+        root = open_root_services(setup, incarnation) if world.is_root else None
+        train_step = build_train_step(config, path, world)
+        snapshots = snapshot_taker(
+            train_step.model,
+            config.weights,
+            run=config.run.name,
+            dtype=getattr(torch, config.model.dtype_here),
+            device=world.device,
+            publisher=None if root is None else root.publisher,
+        )
+        setup.cleanup.callback(snapshots.close)
+        return cls(
+            settings=RLSettings.of(config, path),
+            world=world,
+            reporter=None if root is None else root.reporter,
+            signals=setup.signals,
+            train_step=train_step,
+            feed=feed,
+            # Connects only when it is needed.
+            read_groups=lambda ids: GroupReader(config.redis, run=config.run.name).read(ids),
+            snapshots=snapshots,
+            prober=build_prober(config, train_step.model, world),
+            root=root,
+            undo_steps=setup.undo_steps,
+        )
+
+    def __post_init__(self) -> None:
+        throttle, max_staleness = self.settings.learner.throttle, self.settings.max_staleness
+        self.throttle = None if throttle is None else Throttle(throttle, max_staleness)
+
     @property
-    def models(self) -> Trainer:
+    def models(self) -> TrainStep:
         """Policy and critic."""
-        return self.trainer
+        return self.train_step
 
-    @property
-    def reporter(self) -> RLReporter | None:
-        """Rank 0's reporter."""
-        return None if self.root is None else self.root.reporter
-
-    def start(self, found: TrainState | None) -> None:
+    def start(self, *, resumed: bool) -> None:
         """Announces the learner to the buffer, publishes the weights of a resumed run and fetches the first groups."""
-        if found is not None:
-            self._restore_controllers(found)
+        if resumed:
+            self._restore_controllers()
         latest = self._latest_version()
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
         elif self.root is not None:  # an earlier start of the run may have had one
-            self.root.buffer.throttle(self.max_staleness)
-        if found is None and latest == 0:
+            self.root.buffer.throttle(self.settings.max_staleness)
+        if not resumed and latest == 0:
             if self.root is not None:
                 self.root.buffer.published(0, evaluate=self.evaluates_after(0))
         else:
             self._publish_resumed(latest)
-        if self.state.step < self.settings.steps:
+        if self.state.step < self.settings.learner.steps:
             self.feed.prefetch(self.state.step, consuming_version=self.state.version)
 
     def next_batch(self) -> StepData:
@@ -121,9 +207,9 @@ class RLTraining(TrainingLoop[StepData]):
         done = self.state.step + 1
         if self.root is not None:
             self.root.samples.keep("step", done, batch.trajectories)
-        if done < self.settings.steps:
+        if done < self.settings.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        return self.trainer.step(batch, unpublished_steps=self.state.step - self.published_step)
+        return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
 
     def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
@@ -143,11 +229,11 @@ class RLTraining(TrainingLoop[StepData]):
         if self.state.step > self.published_step:  # otherwise they were probed then
             self._probe()
 
-    def state_to_save(self) -> TrainState:
+    def state_to_save(self) -> RLState:
         """The state, with that of KL controller and throttle."""
         return replace(
             self.state,
-            kl_coefficient=None if self.trainer.kl is None else self.trainer.kl.value,
+            kl_coefficient=None if self.train_step.kl is None else self.train_step.kl.value,
             throttle={} if self.throttle is None else self.throttle.state(),
         )
 
@@ -164,11 +250,19 @@ class RLTraining(TrainingLoop[StepData]):
             self._last_evaluation()
         if self.root is not None:
             ledger = self.root.buffer.finish()
-            self.root.reporter.finish(self.state, ledger, self.settings.paths)
+            self.root.reporter.finish(ledger, self.settings.paths, step=self.state.step, version=self.state.version)
+
+    def evaluates_after(self, step: int) -> bool:
+        """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
+        every = self.settings.evaluation.every_steps
+        if not self.settings.evaluation.tasks:
+            return False
+        return step == 0 or step >= self.settings.learner.steps or (every > 0 and step % every == 0)
 
     def _publishes_after(self, step: int) -> bool:
         # Counted from the last publication: also after a restart versions are equally many steps apart.
-        return step == self.settings.steps or step - self.published_step >= self.weights.publish_every_steps
+        every = self.settings.weights.publish_every_steps
+        return step == self.settings.learner.steps or step - self.published_step >= every
 
     def _while_waiting(self) -> None:
         """Repeats what Redis may have lost and warns if weights reach no server: the groups may wait for these."""
@@ -181,7 +275,7 @@ class RLTraining(TrainingLoop[StepData]):
             if not self.signals.number:
                 raise
             return
-        publisher, weights = self.root.publisher, self.weights
+        publisher, weights = self.root.publisher, self.settings.weights
         if servers and not publisher.figures.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
@@ -231,7 +325,7 @@ class RLTraining(TrainingLoop[StepData]):
         return {"throttle/max_staleness": throttle.max_staleness, "throttle/lr_scale": throttle.lr_scale}
 
     def _apply_throttle(self, throttle: Throttle) -> None:
-        self.trainer.lr_scale = throttle.lr_scale
+        self.train_step.lr_scale = throttle.lr_scale
         if self.root is not None:
             self.root.buffer.throttle(throttle.max_staleness)
 
@@ -244,7 +338,7 @@ class RLTraining(TrainingLoop[StepData]):
             self.root.publisher.reclaim()
             # The buffer first: a server may report the version as soon as it is sent.
             self.root.buffer.published(version, evaluate=evaluate)
-        verified_by = probe if self.weights.verify else None
+        verified_by = probe if self.settings.weights.verify else None
         snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root, probe=verified_by)
         if self.root is not None and snapshot is not None:
             self.root.publisher.publish(snapshot)
@@ -256,14 +350,14 @@ class RLTraining(TrainingLoop[StepData]):
         """
         self.state = replace(self.state, version=max(latest, self.state.version))
         log.info("continuing", step=self.state.step, policy_version=self.state.version + 1)
-        if self.state.step > self.settings.steps:
+        if self.state.step > self.settings.learner.steps:
             log.warning(
                 "the checkpoint has more steps than learner.steps: the run ends with it",
                 step=self.state.step,
-                steps=self.settings.steps,
+                steps=self.settings.learner.steps,
             )
         # Only the final evaluation is waited for; interrupted earlier ones are not repeated.
-        last = self.state.step >= self.settings.steps
+        last = self.state.step >= self.settings.learner.steps
         self._publish(evaluate=last and self.evaluates_after(self.state.step))
 
     def _probe(self) -> Probe:
@@ -279,15 +373,15 @@ class RLTraining(TrainingLoop[StepData]):
             before = f"the checkpoint of step {saved[-1]}" if saved else "its beginning"
             remedy = f"start again: the run goes on from {before}"
         raise DivergedError(
-            f"after step {step} the policy's own log-probs are not finite ({self.trainer.skipped_updates} updates were "
-            f"skipped since the learner's start): lower learner.optimizer.lr, and {remedy}"
+            f"after step {step} the policy's own log-probs are not finite ({self.train_step.skipped.count} updates "
+            f"were skipped since the learner's start): lower learner.optimizer.lr, and {remedy}"
         )
 
-    def _restore_controllers(self, found: TrainState) -> None:
-        if self.trainer.kl is not None and found.kl_coefficient is not None:
-            self.trainer.kl.restore(found.kl_coefficient)
-        if self.throttle is not None and found.throttle:
-            self.throttle.restore(found.throttle)
+    def _restore_controllers(self) -> None:
+        if self.train_step.kl is not None and self.state.kl_coefficient is not None:
+            self.train_step.kl.restore(self.state.kl_coefficient)
+        if self.throttle is not None and self.state.throttle:
+            self.throttle.restore(self.state.throttle)
 
     def _latest_version(self) -> int:
         """The buffer's latest policy version, on all ranks; announces this learner."""
@@ -304,7 +398,7 @@ class RLTraining(TrainingLoop[StepData]):
     @property
     def _evaluation_temperature(self) -> float:
         """Engines report log-probs of greedy answers under the unscaled distribution."""
-        return self.trainer.sampling.temperature if self.settings.evaluation.samples > 1 else 1.0
+        return self.train_step.sampling.temperature if self.settings.evaluation.samples > 1 else 1.0
 
     def _keep_answers(self, samples: SampleStore, reports: Sequence[EvalReport]) -> None:
         """Keeps a few answers of each evaluation."""
@@ -328,10 +422,10 @@ class RLTraining(TrainingLoop[StepData]):
         figures = {}
         if ids:
             figures = engine_mismatch(
-                self.trainer.model,
+                self.train_step.model,
                 self.read_groups(ids),
                 version=version,
-                token_budget=self.token_budget,
+                token_budget=self.settings.learner.token_budget,
                 temperature=self._evaluation_temperature,
                 device=self.world.device,
                 images=self.feed.images,

@@ -1,6 +1,6 @@
 """One learner rank under torchrun: trains on recorded groups, saves a checkpoint, exports the model.
 
-python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.trainers.two_ranks FOLDER
+python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.trainers.rl.two_ranks FOLDER
 """
 
 import json
@@ -31,6 +31,7 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
+from slipstream.learner.cli import end_process
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.packing import MicroBatch
@@ -38,14 +39,14 @@ from slipstream.learner.export import export_model
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.process import end_process
 from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.rl import RLTraining, RootServices
-from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.trainers.rl.parts import RootServices
+from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.rl.trainer import RLSettings, RLTrainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import build_trainer, preparer_of, prober_of, recorded_step, train
+from tests.learner.recorded import build_train_step, preparer_of, prober_of, recorded_step, train
 from tests.vision import gradient_norms
 
 STEPS = 3
@@ -104,16 +105,18 @@ def refusal(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
+def refusals(folder: Path, saved: Path, train_step: TrainStep) -> dict[str, str]:
     """Errors of this rank when the other one fails, and when the ranks have different folders."""
-    world, full = trainer.world, folder / "full"
+    world, full = train_step.world, folder / "full"
     own = folder / f"of-rank-{world.rank}"
     with files_of_at_most(1_000_000_000 if world.is_root else 10_000):
-        no_room = refusal(lambda: save_checkpoint(full, trainer.trained, TrainState(step=1), world, keep=1))
+        no_room = refusal(lambda: save_checkpoint(full, train_step.trained, TrainState(step=1), world, keep=1))
     return {
         "no room": no_room,
         "folders apart": refusal(lambda: open_checkpoints(own, world, keep=1)),
-        "checkpoints apart": refusal(lambda: load_checkpoint(saved if world.is_root else own, trainer.trained, world)),
+        "checkpoints apart": refusal(
+            lambda: load_checkpoint(saved if world.is_root else own, train_step.trained, world, TrainState)
+        ),
     }
 
 
@@ -124,19 +127,19 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
     with patch.object(assemble, "join_world", return_value=world):
         return refusal(
             lambda: assemble.assemble(
-                with_learner(config, settings), started=0.0, cleanup=cleanup, signals=GracefulStop()
+                RLTrainer, with_learner(config, settings), started=0.0, cleanup=cleanup, signals=GracefulStop()
             )
         )
 
 
 def figures_of_resumed(folder: Path, config: RunConfig, world: World) -> list[list[dict[str, float]]]:
     """The second step, of a training that goes on and of one that resumes from a checkpoint after the first."""
-    trainer, resumed = build_trainer(config, world), build_trainer(config, world)
-    train(trainer, folder / "groups", [0])
+    train_step, resumed = build_train_step(config, world), build_train_step(config, world)
+    train(train_step, folder / "groups", [0])
     open_checkpoints(config.paths.checkpoints, world, keep=1)
-    save_checkpoint(config.paths.checkpoints, trainer.trained, TrainState(step=1), world, keep=1)
-    load_checkpoint(config.paths.checkpoints, resumed.trained, world)
-    return [train(each, folder / "groups", [1, 2]) for each in (trainer, resumed)]
+    save_checkpoint(config.paths.checkpoints, train_step.trained, TrainState(step=1), world, keep=1)
+    load_checkpoint(config.paths.checkpoints, resumed.trained, world, TrainState)
+    return [train(each, folder / "groups", [1, 2]) for each in (train_step, resumed)]
 
 
 @contextmanager
@@ -149,23 +152,24 @@ def object_collectives_forbidden() -> Iterator[None]:
         yield
 
 
-def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
+def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTrainer:
     """A training on the first recorded steps, without buffer and rollout servers."""
     assert config.model.path is not None, "recorded runs have a model folder"
     world.store.set("version", "0")
-    trainer, feed = build_trainer(config, world), create_autospec(Feed, instance=True)
+    train_step, feed = build_train_step(config, world), create_autospec(Feed, instance=True)
     feed.take.side_effect = (
         recorded_step(folder / "groups", step, config, rank=world.rank, world_size=world.size) for step in range(STEPS)
     )
-    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
-    return assemble.build_training(
-        config,
-        config.model.path,
-        trainer=trainer,
+    snapshots = SnapshotTaker(train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
+    return RLTrainer(
+        settings=RLSettings.of(config, config.model.path),
+        world=world,
+        reporter=None,
+        train_step=train_step,
         feed=feed,
         read_groups=lambda ids: [],
         snapshots=snapshots,
-        prober=prober_of(trainer),
+        prober=prober_of(train_step),
         root=None,
     )
 
@@ -181,7 +185,7 @@ def sums_of_advantage(folder: Path, config: RunConfig, world: World) -> list[lis
         return torch.zeros_like(inputs.mask_BT)
 
     data = recorded_step(folder / "groups", 0, config, rank=world.rank, world_size=world.size)
-    prepare = preparer_of(build_trainer(config, world), advantage)
+    prepare = preparer_of(build_train_step(config, world), advantage)
     without_passes: list[list[MicroBatch]] = [[] for _ in data.updates]
     prepare(data.rows, without_passes, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0)
     return found
@@ -190,17 +194,17 @@ def sums_of_advantage(folder: Path, config: RunConfig, world: World) -> list[lis
 def exit_code_after_signal_to_rank_1(folder: Path, config: RunConfig, world: World) -> object:
     """The exit code when only rank 1 receives a stop signal, in the first step."""
     loop = lone_loop(folder, config, world)
-    train = loop.trainer.step
+    train = loop.train_step.run
 
     def receive_signal(*given: Any, **also: Any) -> Any:
         loop.signals.number = signal.SIGTERM * world.rank
         return train(*given, **also)
 
-    with patch.object(loop.trainer, "step", receive_signal):
+    with patch.object(loop.train_step, "run", receive_signal):
         return exit_code(loop)
 
 
-def exit_code(loop: RLTraining) -> object:
+def exit_code(loop: RLTrainer) -> object:
     """The exit code of a training."""
     try:
         loop.run()
@@ -223,6 +227,7 @@ def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World
         buffer.trained.side_effect = buffer.checkpointed.side_effect = fail_after_signal
         publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, RLReporter))
         loop.root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
+        loop.reporter = reporter
     return exit_code(loop)
 
 
@@ -236,41 +241,43 @@ def main(folder: Path) -> None:
     world = join_world()
     settings_apart = refusal_of_other_settings(config, world)
     with object_collectives_forbidden():
-        trainer = build_trainer(config, world)
-        figures = train(trainer, folder / "groups", range(STEPS))
+        train_step = build_train_step(config, world)
+        figures = train(train_step, folder / "groups", range(STEPS))
     saved = config.paths.checkpoints
     open_checkpoints(saved, world, keep=1)
-    save_checkpoint(saved, trainer.trained, TrainState(step=STEPS), world, keep=1)
+    save_checkpoint(saved, train_step.trained, TrainState(step=STEPS), world, keep=1)
     assert config.model.path is not None, "recorded runs have a model folder"
-    export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
+    export_model(config.model.path, folder / "exported", train_step.model, world, dtype=torch.float32)
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-    results: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
+    results: dict[str, object] = {**refusals(folder, saved, train_step), "settings apart": settings_apart}
     value = {"rank": world.rank, "text": "x" * (1 + 1000 * world.rank), "none": None}
     results["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
     for name in ("groups", "nowhere", "changed"):
         path = config.model.path if world.is_root and name != "groups" else folder / name
-        results[f"model in {name}"] = refusal(partial(build_trainer, with_model(config, path), world))
+        results[f"model in {name}"] = refusal(partial(build_train_step, with_model(config, path), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     results["ruined"] = refusal(lone_loop(folder, renamed("ruined", ruinous), world).run)
     for name in OPTIMIZERS:
         chosen = with_learner(config, {"optimizer": {"name": name, "lr": 1e-3, "warmup_steps": 0}})
         results[f"resumed {name}"] = figures_of_resumed(folder, renamed(name, chosen), world)
     results["signal"] = exit_code_after_signal_to_rank_1(folder, renamed("signal", config), world)
-    adapted = build_trainer(variant_of(config, "lora"), world)
+    adapted = build_train_step(variant_of(config, "lora"), world)
     train(adapted, folder / "groups", range(1))
     save_checkpoint(folder / "lora", adapted.trained, TrainState(step=1), world, keep=1)
     export_model(config.model.path, folder / "adapter", adapted.model, world, dtype=torch.float32, adapter=True)
     results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
     results["advantage's sums"] = sums_of_advantage(folder, config, world)
-    results["balanced"] = train(build_trainer(config, world), folder / "groups", range(STEPS), SequenceCost(even_at=8))
+    results["balanced"] = train(
+        build_train_step(config, world), folder / "groups", range(STEPS), SequenceCost(even_at=8)
+    )
     results["vision"] = gradient_norms(folder / "vision", world)
     (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     variants = {
-        name: train(build_trainer(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS
+        name: train(build_train_step(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS
     }
     replay = with_model(with_learner(config, REPLAY), folder / "experts")
-    variants["experts"] = train(build_trainer(replay, world), folder / "groups-with-experts", range(2))
+    variants["experts"] = train(build_train_step(replay, world), folder / "groups-with-experts", range(2))
     if world.is_root:
         (folder / "variants.json").write_text(json.dumps(variants), encoding="utf-8")
     leave_world()

@@ -1,0 +1,207 @@
+"""Parts of an RL trainer, built from the configuration: feed, models, snapshots; on rank 0 also connections."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client.learner import BufferClient
+from slipstream.configs import RunConfig
+from slipstream.configs.models import model_folder
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.signals import GracefulStop
+from slipstream.configs.schema.algorithms import GROUP_RELATIVE
+from slipstream.configs.schema.learner import KlConfig
+from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.algorithms.critic import load_critic
+from slipstream.learner.algorithms.kl import KlCoefficient
+from slipstream.learner.data.balance import SequenceCost
+from slipstream.learner.data.buffer_feed import Feed, FeedSettings
+from slipstream.learner.data.images import ImageReader
+from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.samples import SampleStore
+from slipstream.learner.metrics.signal import SignalWatch, has_fixed_length
+from slipstream.learner.models.identity import require_same_tokens
+from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
+from slipstream.learner.models.lora import has_adapters
+from slipstream.learner.models.optim import build_optimizer
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.learner.trainers.setup import RankSetup
+from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
+from slipstream.learner.weights.transports.registry import build_transports
+
+log = get_log("learner.assemble")
+
+PROBE_TOKENS = 32
+"""Length of the probe whose log-probs learner and engines compare."""
+
+
+@dataclass
+class RootServices:
+    """Connections and trackers of rank 0."""
+
+    buffer: BufferClient
+    publisher: WeightPublisher
+    reporter: RLReporter
+    samples: SampleStore
+
+
+def build_feed(
+    config: RunConfig,
+    path: Path,
+    world: World,
+    incarnation: str,
+    signals: GracefulStop | None = None,
+    images: ImageReader | None = None,
+) -> Feed:
+    """The feed of a learner whose policy starts from `path`; `incarnation` is the learner's.
+
+    Raises: ConfigError when the groups of an update do not divide among the ranks.
+    """
+    signals = signals or GracefulStop()
+    settings = FeedSettings(
+        groups_per_step=config.learner.groups_per_step,
+        updates_per_step=config.learner.updates_per_step,
+        token_budget=config.learner.token_budget,
+        cost=SequenceCost.of_model(path),
+        rewards=config.rewards,
+        wait_deadline_s=config.learner.wait_deadline_s,
+        outage_deadline_s=config.redis.outage_deadline_s,
+        max_staleness=config.buffer.max_staleness,
+        weights=config.weights,
+    )
+    settings.require_equal_shares(world.data_size)
+    buffer = None
+    if world.is_root:
+        buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
+    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals, images)
+
+
+def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
+    """Models and optimizers of a run whose policy starts from `path`; a collective.
+
+    Raises: ConfigError when a model can't be trained, or a plug-in does not exist or takes other options.
+    """
+    torch.manual_seed(config.run.seed)
+    options = ModelOptions.of(config.model, config.learner)
+    model = load_model(path, options, world)
+    live = replace(options, router_replay=False)  # reference and critic are models of their own
+    return TrainStep(
+        learner=config.learner,
+        sampling=config.rollout.sampling,
+        rewards=config.rewards,
+        steps_per_version=config.weights.publish_every_steps,
+        seed=config.run.seed,
+        checkpoints=config.paths.checkpoints,
+        world=world,
+        model=model,
+        optimizer=build_optimizer(model, config.learner.optimizer),
+        reference=_load_reference(config.learner.kl, model, path, live, world),
+        critic=load_critic(config.learner.critic, path, live, world),
+        kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
+    )
+
+
+def _load_reference(
+    kl: KlConfig | None, model: nn.Module, policy: Path, options: ModelOptions, world: World
+) -> nn.Module | None:
+    """The frozen reference of the KL penalty; None if there is no penalty.
+
+    Args:
+        model: the policy. If it has adapters, it is the reference too: without them it is the initial policy.
+        policy: the folder of its initial weights.
+
+    Raises: ConfigError when it can't be run, or has other tokens than the policy.
+    """
+    if kl is None:
+        return None
+    if kl.reference is None:
+        return model if has_adapters(model) else load_model(policy, options, world).requires_grad_(False)
+    folder = model_folder("learner.kl.reference", kl.reference)
+    reference = load_model(folder, replace(options, lora=None), world)
+    vocabulary = vocabulary_of(reference)
+    require_same_tokens("learner.kl.reference", folder, policy, vocabulary=vocabulary, world=world)
+    return reference.requires_grad_(False)
+
+
+def snapshot_taker(
+    model: nn.Module,
+    weights: WeightsConfig,
+    *,
+    run: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    publisher: WeightPublisher | None,
+) -> SnapshotTaker:
+    """The snapshot taker, on the device if the publisher can send from there and there is room, else on the host.
+
+    Args:
+        publisher: rank 0's, None on other ranks.
+
+    Raises: ConfigError when the only transport that may be used has no room for two versions.
+    """
+
+    def on(device: torch.device) -> SnapshotTaker:
+        return SnapshotTaker(
+            model,
+            dtype=dtype,
+            bucket_bytes=weights.bucket_bytes,
+            device=device,
+            segments=run if publisher is not None and publisher.offers("shm") else None,
+        )
+
+    host = torch.device("cpu")
+    if publisher is None:
+        return on(host)
+    try:
+        snapshots = on(device if publisher.on_device else host)
+    except torch.OutOfMemoryError as error:
+        _withdraw(publisher, "nccl", weights, f"{device} has no room for two versions of the weights: {error}")
+        snapshots = on(host)
+    if snapshots.no_shared_memory is not None:
+        _withdraw(publisher, "shm", weights, snapshots.no_shared_memory)
+    return snapshots
+
+
+def _withdraw(publisher: WeightPublisher, transport: str, weights: WeightsConfig, reason: str) -> None:
+    if weights.transport == transport:
+        raise ConfigError(f"weights.transport={transport}: {reason}")
+    log.warning("weight transport withdrawn", transport=transport, reason=reason)
+    publisher.withdraw(transport)
+
+
+def build_prober(config: RunConfig, model: nn.Module, world: World) -> Prober:
+    """The prober of a policy."""
+    # The engine must be able to read the probe, and to generate one token more.
+    tokens = min(PROBE_TOKENS, config.rollout.engine.max_model_len - 1)
+    return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=world.device)
+
+
+def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
+    """Rank 0's connections and trackers; `incarnation` is the learner's.
+
+    Raises: ConfigError when an address is taken, or a tracker can't start.
+    """
+    config = setup.config
+    buffer = BufferClient(config, "learner", incarnation, is_stopping=setup.signals.is_requested)
+    setup.cleanup.callback(buffer.close)
+    publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+    setup.cleanup.callback(publisher.close)
+    reporter = RLReporter(
+        setup.build_trackers(),
+        publisher.figures,
+        steps=config.learner.steps,
+        dtype=config.model.dtype_here,
+        signal=SignalWatch(
+            group_relative=config.learner.advantage.name in GROUP_RELATIVE,
+            fixed_length=has_fixed_length(config.rollout.sampling),
+        ),
+        eval_reward=config.eval.reward,
+        started=setup.started,
+    )
+    return RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
