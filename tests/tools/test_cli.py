@@ -12,7 +12,7 @@ from subprocess import PIPE, Popen
 import pytest
 
 from slipstream.tools import cli
-from slipstream.tools.bench.cli import PARTS
+from benchmarks.__main__ import PARTS
 from tests.tools.run_command import DEADLINE_S, DEMO, command, slipstream
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"

@@ -1,0 +1,176 @@
+"""`slipstream bench demo`: time and CPU time of the demo's steps, in turns with TRL's GRPOTrainer on the same task."""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+
+from slipstream.configs import RunConfig
+from slipstream.configs.digits_model import build_digits_model
+from slipstream.configs.load import load_config
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.env.registry import build_env
+from benchmarks.end_to_end import cpu_s
+from benchmarks.figures import Figure, Figures, Goal, bench_parser, interleave
+from benchmarks.pipeline import run_processes
+from benchmarks.staleness import DEMO
+from benchmarks.workers import ONE_THREAD, Workers, free_port
+from slipstream.tools.cli import at_least
+from slipstream.tools.follow import JsonLinesFollower
+
+OURS, TRL = "slipstream", "TRL"
+SPEEDUP = 1.6
+"""Goal for TRL's time of a step divided by ours."""
+TRL_SCRIPT = Path(__file__).parent / "demo_trl.py"
+DEFAULT_PYTHON = Path(".trl/bin/python")
+
+Result = dict[str, float]
+"""`step_s`, `score`, and CPU seconds of a step: `cpu_s`, of slipstream also by process, `cpu_s/<process>`."""
+
+
+def demo_config(folder: Path, name: str, overrides: Sequence[str]) -> RunConfig:
+    """The demo in a folder of its own, on free ports."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    ports = [f"weights.{port}={free_port()}" for port in ("control_port", "store_port", "stream_port")]
+    own = [f"run.name={name}", f"run.dir={folder}", f"redis.port={free_port()}"]
+    own += [f"buffer.bind={address}", f"buffer.endpoint={address}"]
+    return load_config(DEMO, [*own, *ports, *overrides])
+
+
+class CpuClock:
+    """CPU time of processes between two training steps."""
+
+    def __init__(self, metrics: Path, processes: Mapping[str, psutil.Process]) -> None:
+        self._metrics = JsonLinesFollower(metrics)
+        self._processes = processes
+        self._first: tuple[int, dict[str, float]] | None = None
+        self._last: tuple[int, dict[str, float]] = (0, {})
+
+    def tick(self) -> None:
+        """Reads the clocks if steps were made since the last call."""
+        steps = [record["step"] for record in self._metrics.new_records() if record["kind"] == "step"]
+        if not steps or not all(process.is_running() for process in self._processes.values()):
+            return
+        self._last = steps[-1], {name: cpu_s(process) for name, process in self._processes.items()}
+        self._first = self._first or self._last
+
+    def per_step(self) -> Result:
+        """CPU seconds of a step by process; 0 where the run was too short."""
+        (last, used_s), (first, before_s) = self._last, self._first or self._last
+        steps = max(1, last - first)
+        by_process = {f"cpu_s/{name}": (used_s[name] - before_s[name]) / steps for name in used_s}
+        return {"cpu_s": sum(by_process.values())} | by_process
+
+
+def run_demo(workers: Workers, config: RunConfig) -> Result:
+    """Runs the demo to its end. Raises: SlipstreamError when a process fails."""
+    with run_processes(workers, config) as children:
+        processes = {name: psutil.Process(child.process.pid) for name, child in children.items()}
+        clock = CpuClock(config.paths.metrics, processes)
+        workers.wait(children["learner"], clock.tick)
+    records = [json.loads(line) for line in config.paths.metrics.read_text(encoding="utf-8").splitlines()]
+    summary = json.loads(config.paths.summary.read_text(encoding="utf-8"))
+    step_s = mean(record["step_s"] for record in records if record["kind"] == "step")
+    return {"step_s": step_s, "score": summary["eval_score"]} | clock.per_step()
+
+
+def run_trl(workers: Workers, config: RunConfig, python: Path) -> Result:
+    """Trains with TRL. Raises: SlipstreamError when that fails."""
+    folder = config.paths.root
+    folder.mkdir()
+    build_digits_model(folder / "model", seed=config.run.seed)
+    (folder / "task.json").write_text(json.dumps(trl_task(config)), encoding="utf-8")
+    with workers.command(f"{config.run.name}-trl", [str(python), str(TRL_SCRIPT), str(folder)], ONE_THREAD) as child:
+        workers.wait(child)
+    result: Result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return result
+
+
+def trl_task(config: RunConfig) -> dict[str, Any]:
+    """The demo's tasks and settings in TRL's terms."""
+    env, learner, optimizer = build_env(config.env), config.learner, config.learner.optimizer
+
+    def pairs(split: Any) -> list[tuple[Any, str]]:
+        tasks = [env.task(split, index) for index in range(env.size(split))]
+        return [(task.prompt, task.reference) for task in tasks]
+
+    return {
+        "train": pairs("train"),
+        "eval": pairs("eval")[: config.eval.tasks],
+        "answer_tokens": config.rollout.sampling.max_tokens,
+        "settings": {
+            "seed": config.run.seed,
+            "max_steps": learner.steps,
+            "per_device_train_batch_size": learner.groups_per_step * config.rollout.group_size,
+            "steps_per_generation": learner.updates_per_step,
+            "num_generations": config.rollout.group_size,
+            "temperature": config.rollout.sampling.temperature,
+            "learning_rate": optimizer.lr,
+            "warmup_steps": optimizer.warmup_steps,
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "weight_decay": optimizer.weight_decay,
+            "max_grad_norm": optimizer.clip_norm,
+            "entropy_coef": learner.loss.entropy_bonus,
+        },
+    }
+
+
+def figures_of(results: Mapping[str, Sequence[Result]]) -> list[Figure]:
+    """Means over the rounds, and the ratio of the two times of a step."""
+    found = []
+    for name, rounds in results.items():
+        means = {key: mean(result[key] for result in rounds) for key in rounds[0]}
+        found += [
+            Figure(f"{name}: a step", 1000 * means.pop("step_s"), "ms"),
+            Figure("  score at the end, mean", means.pop("score"), ""),
+            Figure("  CPU time of a step", 1000 * means.pop("cpu_s"), "ms"),
+            *[Figure(f"    {key.partition('/')[2]}", 1000 * value, "ms") for key, value in means.items()],
+        ]
+    if TRL in results:
+        ratio = mean(result["step_s"] for result in results[TRL]) / mean(result["step_s"] for result in results[OURS])
+        found.append(Figure("a step, TRL / slipstream", ratio, "", Goal(">=", SPEEDUP)))
+    return found
+
+
+def command(argv: Sequence[str]) -> int:
+    """Measures, prints and saves all figures; returns 0, also when goals are missed.
+
+    Raises: ConfigError when there is no interpreter at `--trl-python`, SlipstreamError when a process fails.
+    """
+    arguments = _parser().parse_args(argv)
+    python = arguments.trl_python
+    if python is None and DEFAULT_PYTHON.exists():
+        python = DEFAULT_PYTHON
+    if python is None:
+        print(f"TRL is skipped: there is no {DEFAULT_PYTHON}; `make bench-demo` sets it up", flush=True)
+    elif not python.exists():
+        raise ConfigError(f"--trl-python {python} does not exist: name the interpreter of an environment with TRL")
+    results: dict[str, list[Result]] = defaultdict(list)
+    with Workers.start() as workers:
+        for name in interleave(arguments.rounds, [OURS] if python is None else [OURS, TRL]):
+            number = len(results[name])
+            steps = [f"learner.steps={arguments.steps}"] if arguments.steps else []
+            config = demo_config(workers.folder, f"{name}-{number}", [*steps, *arguments.set])
+            run = run_demo(workers, config) if name == OURS else run_trl(workers, config, python.absolute())
+            results[name].append(run)
+            print(f"{name}: {1000 * run['step_s']:.1f} ms a step, score {run['score']:.3f}", flush=True)
+    figures = Figures()
+    figures.show(figures_of(results))
+    figures.save_bench("demo", arguments, details=results)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bench_parser("demo", "Measure the demo, in turns with TRL on the same task.")
+    add = parser.add_argument
+    add("--trl-python", type=Path, help=f"interpreter of an environment with TRL (default: {DEFAULT_PYTHON}, if any)")
+    add("--rounds", type=at_least(1), default=3, help="runs of each (default: 3)")
+    add("--steps", type=at_least(2), help="training steps (default: the demo's)")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the demo's configuration")
+    return parser
