@@ -1,1 +1,1 @@
-"""Measurements of the pipeline. In a checkout only: the wheel leaves them out."""
+"""Measurements of the pipeline, from a checkout: `python -m benchmarks`."""

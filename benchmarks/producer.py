@@ -3,7 +3,6 @@
 import random
 import sys
 import time
-import uuid
 from collections import deque
 
 import msgspec
@@ -15,22 +14,19 @@ from slipstream.buffer.wire.codec import decode, encode, encode_group
 from slipstream.buffer.wire.sockets import connect_dealer
 
 HEARTBEAT_S = 1.0
+POLL_S = 0.05
 GROUPS_PER_MESSAGE = 16
-VOCABULARY = 150_000
+VOCABULARY, TASKS = 150_000, 1000
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Request: the groups to deliver."""
 
-    endpoint: str
-    run: str
     groups: int
     answers: int
     """Trajectories per group."""
     tokens: int
     """Per trajectory; an eighth of them is the prompt."""
-    credits: int
-    """Maximum number of tickets held."""
     rate: float | None = None
     """Groups per second, with random intervals (a Poisson process); None: as fast as tickets arrive."""
 
@@ -44,6 +40,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Of each group, from its completion to its acknowledgement as `ready`."""
     cpu_s: float
     """CPU time of the process since the first push."""
+
+
+def hello(run: str, incarnation: str) -> m.ServerHello:
+    """The first message of a simulated rollout server."""
+    return m.ServerHello(
+        run=run, env="bench", env_fingerprint="bench", train_tasks=TASKS, eval_tasks=0, tokenizer_fingerprint="bench",
+        vocab_size=VOCABULARY, incarnation=incarnation,
+    )  # fmt: skip
 
 
 def trajectories(answers: int, tokens: int) -> list[m.Trajectory]:
@@ -67,43 +71,43 @@ def trajectories(answers: int, tokens: int) -> list[m.Trajectory]:
     ]
 
 
+def played(ticket: m.Ticket, answers: list[m.Trajectory]) -> m.Group:
+    """The group of a ticket."""
+    return m.Group(id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices, trajectories=answers)
+
+
 class Producer:
     """The protocol of a rollout server, on one blocking socket."""
 
-    def __init__(self, workload: Workload, socket: "zmq.Socket[bytes]") -> None:
-        self._workload = workload
+    def __init__(self, socket: "zmq.Socket[bytes]", run: str, *, credits: int) -> None:
+        """Joins the run, to hold up to `credits` tickets."""
         self._socket = socket
+        self._credits = credits
         self._tickets: deque[m.Ticket] = deque()
         self._held: set[str] = set()
         self._completed_at: dict[str, float] = {}
         """Of the groups that are not acknowledged yet."""
         self._latencies_s: list[float] = []
-        self._sent = 0
         self._heartbeat_at = 0.0
-        self._answers = trajectories(workload.answers, workload.tokens)
         self._random = random.Random(0)
+        self._send(hello(run, "producer"))
 
-    def run(self) -> Report:
-        """Joins the run and delivers all groups."""
-        self._send(
-            m.ServerHello(
-                run=self._workload.run, env="bench", env_fingerprint="bench", train_tasks=1000, eval_tasks=0,
-                tokenizer_fingerprint="bench", vocab_size=VOCABULARY, incarnation=uuid.uuid4().hex,
-            )
-        )  # fmt: skip
+    def run(self, workload: Workload) -> Report:
+        """Delivers all groups."""
+        self._latencies_s, answers, sent = [], trajectories(workload.answers, workload.tokens), 0
         while not self._tickets:
             self.receive(timeout_s=HEARTBEAT_S)
         first_push, cpu_before = time.monotonic(), time.process_time()
         due = first_push
-        while len(self._latencies_s) < self._workload.groups:
-            now = time.monotonic()
-            if self._workload.rate is None:
-                self._push(GROUPS_PER_MESSAGE, completed_at=now)
-            elif due <= now and self._tickets:
-                self._push(1, completed_at=due)
-                due += self._random.expovariate(self._workload.rate)
-            next_push = now if self._workload.rate is None else due
-            has_more = self._tickets and self._sent < self._workload.groups
+        while len(self._latencies_s) < workload.groups:
+            now, left = time.monotonic(), workload.groups - sent
+            if workload.rate is None:
+                sent += self._push(min(GROUPS_PER_MESSAGE, left), answers, completed_at=now)
+            elif due <= now and self._tickets and left:
+                sent += self._push(1, answers, completed_at=due)
+                due += self._random.expovariate(workload.rate)
+            next_push = now if workload.rate is None else due
+            has_more = self._tickets and sent < workload.groups
             self.receive(timeout_s=max(0.0, next_push - time.monotonic()) if has_more else HEARTBEAT_S)
         return Report(first_push=first_push, latencies_s=self._latencies_s, cpu_s=time.process_time() - cpu_before)
 
@@ -112,7 +116,7 @@ class Producer:
         if time.monotonic() >= self._heartbeat_at:
             self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             status = m.ServerStatus(server="bench", version=0)
-            self._send(m.Credits(capacity=self._workload.credits, status=status, held=list(self._held)))
+            self._send(m.Credits(capacity=self._credits, status=status, held=list(self._held)))
         timeout_ms = round(min(timeout_s, HEARTBEAT_S) * 1000)
         while self._socket.poll(timeout_ms):
             timeout_ms = 0
@@ -125,23 +129,13 @@ class Producer:
                 case m.Refused(reason=reason):
                     sys.exit(f"refused: {reason}")
 
-    def _push(self, count: int, *, completed_at: float) -> None:
-        count = min(count, len(self._tickets), self._workload.groups - self._sent)
-        if not count:
-            return
-        tickets = [self._tickets.popleft() for _ in range(count)]
-        blobs = [
-            encode_group(
-                m.Group(
-                    id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices,
-                    trajectories=self._answers,
-                )
-            )
-            for ticket in tickets
-        ]  # fmt: skip
-        self._completed_at |= dict.fromkeys((ticket.id for ticket in tickets), completed_at)
-        self._sent += count
-        self._send(m.Deliver(ids=[ticket.id for ticket in tickets]), *blobs)
+    def _push(self, most: int, answers: list[m.Trajectory], *, completed_at: float) -> int:
+        tickets = [self._tickets.popleft() for _ in range(min(most, len(self._tickets)))]
+        if tickets:
+            self._completed_at |= dict.fromkeys((ticket.id for ticket in tickets), completed_at)
+            groups = [encode_group(played(ticket, answers)) for ticket in tickets]
+            self._send(m.Deliver(ids=[ticket.id for ticket in tickets]), *groups)
+        return len(tickets)
 
     def _acknowledged(self, outcomes: dict[str, str]) -> None:
         now = time.monotonic()
@@ -155,17 +149,18 @@ class Producer:
         self._socket.send_multipart([encode(message), *blobs], copy=False)
 
 
-def main() -> None:
-    """Entry point: `producer ADDRESS`; serves one `Workload` from there, and keeps its other tickets until stopped."""
+def main(address: str, endpoint: str, run: str, credits: str) -> None:
+    """Serves a `Workload` after the other from `address`; sends heartbeats meanwhile, until stopped."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
-        requests.connect(sys.argv[1])
-        workload = msgspec.msgpack.decode(requests.recv(), type=Workload)
-        with connect_dealer(context, workload.endpoint, identity="bench") as socket:
-            producer = Producer(workload, socket)
-            requests.send(msgspec.msgpack.encode(producer.run()))
+        requests.connect(address)
+        with connect_dealer(context, endpoint, identity="bench") as socket:
+            producer = Producer(socket, run, credits=int(credits))
             while True:
-                producer.receive(timeout_s=HEARTBEAT_S)
+                if requests.poll(0):
+                    (workload,) = msgspec.msgpack.decode(requests.recv(), type=tuple[Workload])
+                    requests.send(msgspec.msgpack.encode(producer.run(workload)))
+                producer.receive(timeout_s=POLL_S)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""Worker processes of a bench in a temporary folder; both are removed at its end."""
+"""Worker processes of a measurement in a temporary folder; both are removed at its end."""
 
 import contextlib
 import inspect
+import os
 import socket
 import sys
 import tempfile
@@ -11,21 +12,26 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import psutil
 import zmq
 import zmq.asyncio
 
+from slipstream.configs import RunConfig
+from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from slipstream.tools.launch.supervise import Child, Supervisor
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 REPLY_DEADLINE_S = 600.0
+REDIS_DEADLINE_S = 60.0
 POLL_MS = 100
 WAIT_S = 0.1
 
 
 class Stopped(SlipstreamError):
-    """A signal ended the bench."""
+    """A signal ended the measurement."""
 
 
 class Worker:
@@ -36,9 +42,13 @@ class Worker:
         self._child = child
         self._socket = socket
 
-    def send(self, request: object) -> None:
-        """Sends a request; to a process that runs `serve`: a method and its arguments."""
+    def send(self, *request: object) -> None:
+        """Requests the call of a method with these arguments."""
         self._socket.send(msgspec.msgpack.encode(request))
+
+    def replied(self) -> bool:
+        """True if a reply has arrived."""
+        return bool(self._socket.poll(0))
 
     def receive(self, kind: Any = Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
         """The next reply. Raises: SlipstreamError when a process ended, DeadlineError without a reply in time."""
@@ -50,8 +60,8 @@ class Worker:
         return msgspec.msgpack.decode(self._socket.recv(), type=kind)
 
     def call(self, *request: object, deadline_s: float = REPLY_DEADLINE_S) -> Any:
-        """Calls a method of a process that runs `serve`; returns its result."""
-        self.send(request)
+        """Calls a method; returns its result."""
+        self.send(*request)
         return self.receive(deadline_s=deadline_s)
 
 
@@ -114,13 +124,50 @@ class Workers:
     def worker(
         self, name: str, module: str, *arguments: str, environment: Mapping[str, str] = ONE_THREAD
     ) -> Iterator[Worker]:
-        """A process that runs a module with the address of its requests and `arguments`."""
+        """A process that runs a module with the address of its requests and `arguments`, to call `serve`."""
         with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
             pair.setsockopt(zmq.LINGER, 0)
             pair.bind("tcp://127.0.0.1:*")
             address = pair.getsockopt_string(zmq.LAST_ENDPOINT)
             with self.process(name, module, address, *arguments, environment=environment) as child:
                 yield Worker(self, child, pair)
+
+    @contextlib.contextmanager
+    def run(
+        self,
+        config: RunConfig,
+        *,
+        rollout: str = "slipstream.rollout_servers.cli",
+        cores: Sequence[int] | None = None,
+        environment: Mapping[str, str] = ONE_THREAD,
+    ) -> Iterator[dict[str, Child]]:
+        """The four processes of a run, by name: redis, buffer, rollout, learner.
+
+        Args:
+            rollout: module of the rollout server.
+            cores: of the rollout server, and of the other processes; None: any.
+        """
+        name, file = config.run.name, self.write_config(config)
+        modules = {"buffer": "slipstream.buffer.cli", "rollout": rollout, "learner": "slipstream.learner.cli"}
+        children: dict[str, Child] = {}
+
+        def add(role: str, process: contextlib.AbstractContextManager[Child]) -> None:
+            children[role] = stack.enter_context(process)
+            if cores is not None:  # before it starts threads, which inherit it
+                os.sched_setaffinity(children[role].process.pid, {cores[0] if role == "rollout" else cores[1]})
+
+        with contextlib.ExitStack() as stack:
+            add("redis", self.command(f"{name}-redis", redis_command(config.redis, config.paths.redis)))
+            wait_until_ready(config.redis, REDIS_DEADLINE_S, pause=self.pause)
+            for role, module in modules.items():
+                add(role, self.process(f"{name}-{role}", module, file, environment=environment))
+            yield children
+
+    def write_config(self, config: RunConfig) -> str:
+        """Writes a configuration for other processes; returns its path."""
+        file = self.folder / f"{config.run.name}.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        return str(file)
 
     def pause(self, timeout_s: float) -> None:
         """Waits, or less if something happens. Raises: SlipstreamError as `check` does."""
@@ -136,17 +183,12 @@ class Workers:
 
     def check(self, finishing: Child | None = None) -> None:
         """Raises: Stopped after a signal, SlipstreamError when a process has ended; `finishing` may exit with 0."""
-        raise_if_stopped(self._signals)
+        if self._signals.received:
+            raise Stopped(f"{self._signals.received[0].name} received; all processes are stopped")
         for child in self._supervisor.ended():
             if child is finishing and child.exit_code == 0:
                 continue
             raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
-
-
-def raise_if_stopped(signals: StopSignals) -> None:
-    """Raises: Stopped after a signal."""
-    if signals.received:
-        raise Stopped(f"{signals.received[0].name} received; all processes are stopped")
 
 
 def free_port() -> int:
@@ -155,3 +197,9 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time that a process has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)

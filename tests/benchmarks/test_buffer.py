@@ -1,44 +1,25 @@
-"""A small `slipstream bench buffer`: all figures are measured, printed and saved."""
+"""Tiny measurements of the buffer and of a fleet of simulated rollout servers."""
 
-from pathlib import Path
+from tests.benchmarks.conftest import Measure, with_goals
 
-import pytest
-
-from tests.benchmarks.conftest import measured
-
-GOALS = {
-    "group path / bare",
-    "last token to ready at half load, p99",
-    "lease, fifo, 600 / 300 ready",
-    "lease, prioritized, 600 / 300 ready",
-    "service's memory, growth",
-}
-SMALL = [
-    "--groups",
-    "128",
-    "--spilled-groups",
-    "1",
-    "--path-groups",
-    "128",
-    "--rounds",
-    "1",
-    "--latency-s",
-    "0.2",
-    "--ready",
-    "300",
-    "600",
-]
+BUFFER = "--groups 128 --spilled-groups 1 --path-groups 128 --rounds 1 --latency-s 0.2 --ready 240 300"
+FLEET = "--servers 8 --churn 2 --groups-per-step 8 --steps 10 --step-s 0.02 --group-s 0.01"
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_all_figures_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = measured("buffer", SMALL, tmp_path / "runs")
-    figures = record["figures"]
-    printed = capsys.readouterr().out.splitlines()
-    assert [line[:46].rstrip() for line in printed[:-1]] == [figure["name"] for figure in figures]
-    assert {figure["name"] for figure in figures if figure["goal"]} == GOALS
+def test_buffer(measured: Measure) -> None:
+    record = measured("buffer", *BUFFER.split())
+    assert with_goals(record) == {
+        "group path / bare", "last token to ready at half load, p99", "lease, fifo, 300 / 240 ready",
+        "lease, prioritized, 300 / 240 ready", "service's memory, growth",
+    }  # fmt: skip
     # Growth may be negative, and the CPU time of a few groups less than a clock tick.
-    measured_values = [each["value"] for each in figures if "growth" not in each["name"] and "CPU" not in each["name"]]
-    assert all(value > 0 for value in measured_values)
-    assert {"  CPU of redis", "  CPU of producer"} < {figure["name"] for figure in figures}
+    assert all(value > 0 for name, value in record["value"].items() if "growth" not in name and "CPU" not in name)
+    assert {"CPU of redis", "CPU of producer"} < record["value"].keys()
     assert record["details"]["group_bytes"] > 8 * 1024 * 9
+
+
+def test_fleet(measured: Measure) -> None:
+    record = measured("fleet", *FLEET.split())
+    assert with_goals(record) == {"work of a server, max/mean", "work of a server after it, max/mean"}
+    assert record["value"]["servers"] == 8
+    assert record["value"]["work of a server, max/mean"] < 2

@@ -1,4 +1,4 @@
-"""Fixture of the buffer bench: Redis, the service, a producer and a consumer that move groups end to end."""
+"""Runs of the buffer without rollout servers' engines and a learner's model: groups are moved end to end."""
 
 import contextlib
 import time
@@ -10,20 +10,19 @@ from pathlib import Path
 import psutil
 import redis
 
+from benchmarks.producer import Report, Workload
+from benchmarks.workers import REDIS_DEADLINE_S, Worker, Workers, cpu_s, free_port
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient, new_incarnation
 from slipstream.buffer.store.types import Lease
 from slipstream.configs import RunConfig
-from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
-from benchmarks.producer import Report, Workload
-from benchmarks.workers import Workers, free_port
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from slipstream.tools.launch.supervise import Child, Supervisor
 
 DEADLINE_S = 120.0
-"""Of a start, and of the groups of a step."""
+"""Of the groups of a step."""
 GROUPS_PER_STEP = 128
 """With eight answers each: 1,024, a batch for several GPUs."""
 MAX_READY = 4 * GROUPS_PER_STEP
@@ -48,7 +47,7 @@ class Transfer:
     """CPU time by process."""
 
 
-class Fixture(Workers):
+class BufferWorkers(Workers):
     """One Redis, and runs on it."""
 
     def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals) -> None:
@@ -56,11 +55,21 @@ class Fixture(Workers):
         self._redis_port = free_port()
         self._runs = 0
         config = self.config()
-        self.redis_pid = supervisor.start("redis", redis_command(config.redis, config.paths.redis)).process.pid
-        wait_until_ready(config.redis, DEADLINE_S, pause=self.pause)
+        self.redis = psutil.Process(
+            supervisor.start("redis", redis_command(config.redis, config.paths.redis)).process.pid
+        )
+        wait_until_ready(config.redis, REDIS_DEADLINE_S, pause=self.pause)
 
-    def config(self, *, sampler: str = "fifo", group_size: int = 8, max_ready: int | None = MAX_READY) -> RunConfig:
-        """The configuration of a new run without a staleness limit; `max_ready` None: no rate limit either."""
+    def config(
+        self,
+        *,
+        sampler: str = "fifo",
+        group_size: int = 8,
+        groups_per_step: int = GROUPS_PER_STEP,
+        max_staleness: int = 1_000_000,
+        max_ready: int | None = MAX_READY,
+    ) -> RunConfig:
+        """The configuration of a new run; `max_ready` None: no rate limit."""
         self._runs += 1
         address = f"tcp://127.0.0.1:{free_port()}"
         limiter = {} if max_ready is None else {"samples_per_insert": 1, "tolerance": max_ready}
@@ -70,27 +79,31 @@ class Fixture(Workers):
                 "model": {"build": "digits"},
                 "redis": {"port": self._redis_port},
                 "rollout": {"group_size": group_size},
-                "learner": {"groups_per_step": GROUPS_PER_STEP},
+                "learner": {"groups_per_step": groups_per_step},
                 "buffer": {
                     "bind": address,
                     "endpoint": address,
                     "sampler": {"name": sampler},
-                    "max_staleness": 1_000_000,
+                    "max_staleness": max_staleness,
                     "limiter": limiter,
                     "retention": {"max_groups": RETAINED},
                 },
             }
         )
 
+    def service(self, config: RunConfig) -> contextlib.AbstractContextManager[Child]:
+        """A run's service, in a process of its own."""
+        return self.process(f"{config.run.name}-service", "slipstream.buffer.cli", self.write_config(config))
+
     @contextlib.contextmanager
-    def pipeline(self, *, group_size: int = 8) -> Iterator["Pipeline"]:
-        """A new run: its service in a process of its own, and a learner without a model in this one."""
+    def pipeline(self, *, group_size: int) -> Iterator["Pipeline"]:
+        """A new run: service and producer in processes of their own, and a learner without a model in this one."""
         config = self.config(group_size=group_size)
-        file = self.folder / f"{config.run.name}.yaml"
-        file.write_text(dump_config(config), encoding="utf-8")
+        producer = (f"{config.run.name}-producer", "benchmarks.producer")
         with (
-            self.process(f"{config.run.name}-service", "slipstream.buffer.cli", str(file)) as service,
-            contextlib.closing(Pipeline(self, config, service)) as pipeline,
+            self.service(config) as service,
+            self.worker(*producer, config.buffer.endpoint, config.run.name, str(CREDITS)) as worker,
+            contextlib.closing(Pipeline(self, config, service, worker)) as pipeline,
         ):
             yield pipeline
 
@@ -100,19 +113,19 @@ class Fixture(Workers):
 
 
 class Pipeline:
-    """A run's service, producers, and a learner without a model: leasing, reading and confirming overlap."""
+    """A run's service, producer, and a learner without a model: leasing, reading and confirming overlap."""
 
-    def __init__(self, fixture: Fixture, config: RunConfig, service: Child) -> None:
+    def __init__(self, workers: BufferWorkers, config: RunConfig, service: Child, producer: Worker) -> None:
         """Raises: SlipstreamError when the service ends or does not answer."""
         self.service = psutil.Process(service.process.pid)
-        self._fixture = fixture
-        self._config = config
+        self._workers = workers
+        self._producer = producer
         incarnation = new_incarnation()
         self._feed = BufferClient(config, "feed", incarnation)
         self._control = BufferClient(config, "control", incarnation)
         self._reader = GroupReader(config.redis, run=config.run.name)
         self._leases, self._confirmations = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._step = self._transfers = 0
+        self._step = 0
         try:
             self._control.hello(0)
         except SlipstreamError as error:
@@ -121,25 +134,12 @@ class Pipeline:
 
     def transfer(self, groups: int, *, answers: int, tokens: int, rate: float | None = None) -> Transfer:
         """Moves `groups`, a multiple of a step's; `rate` as in `Workload`."""
-        workload = Workload(
-            endpoint=self._config.buffer.endpoint,
-            run=self._config.run.name,
-            groups=groups,
-            answers=answers,
-            tokens=tokens,
-            credits=CREDITS,
-            rate=rate,
-        )
-        self._transfers += 1
-        name = f"{self._config.run.name}-producer{self._transfers}"
-        redis_process = psutil.Process(self._fixture.redis_pid)
-        processes = {"service": self.service, "redis": redis_process, "consumer": psutil.Process()}
-        with self._fixture.worker(name, "benchmarks.producer") as producer:
-            before = {name: cpu_s(process) for name, process in processes.items()}
-            producer.send(workload)
-            last_decoded = self._consume(groups)
-            used_s = {name: cpu_s(process) - before[name] for name, process in processes.items()}
-            report: Report = producer.receive(Report, DEADLINE_S)
+        processes = {"service": self.service, "redis": self._workers.redis, "consumer": psutil.Process()}
+        before = {name: cpu_s(process) for name, process in processes.items()}
+        self._producer.send(Workload(groups=groups, answers=answers, tokens=tokens, rate=rate))
+        last_decoded = self._consume(groups)
+        used_s = {name: cpu_s(process) - before[name] for name, process in processes.items()}
+        report: Report = self._producer.receive(Report, DEADLINE_S)
         return Transfer(
             groups=groups,
             groups_per_s=groups / (last_decoded - report.first_push),
@@ -160,7 +160,7 @@ class Pipeline:
         Raises: SlipstreamError when a process has ended, DeadlineError when the groups don't arrive.
         """
         last_decoded = 0.0
-        confirmed = self._confirmations.submit(self._fixture.check)
+        confirmed = self._confirmations.submit(self._workers.check)
         lease = self._leases.submit(self._lease, self._step)
         for steps_left in reversed(range(groups // GROUPS_PER_STEP)):
             ids = lease.result().ids
@@ -183,30 +183,17 @@ class Pipeline:
     def _lease(self, step: int) -> Lease:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            self._fixture.check()
+            self._workers.check()
             try:
                 lease = self._feed.lease(step, count=GROUPS_PER_STEP, consuming_version=step, wait_s=1.0)
             except DeadlineError:
-                self._fixture.check()  # if the service has ended, that is the better error
+                self._workers.check()  # if the service has ended, that is the better error
                 raise
             if lease is not None:
                 return lease
         raise DeadlineError(f"no {GROUPS_PER_STEP} groups became ready within {DEADLINE_S:g} s")
 
 
-@contextlib.contextmanager
-def fixture() -> Iterator[Fixture]:
-    """A fixture with a Redis of its own; everything is stopped and deleted in the end."""
-    with Fixture.start() as started:
-        yield started
-
-
 def whole_steps(groups: float) -> int:
     """The nearest multiple of a step's groups, at least one step."""
     return max(1, round(groups / GROUPS_PER_STEP)) * GROUPS_PER_STEP
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """CPU time that a process has used."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
