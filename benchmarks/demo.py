@@ -1,36 +1,54 @@
-"""`slipstream bench demo`: time and CPU time of the demo's steps, in turns with TRL's GRPOTrainer on the same task."""
+"""Time and CPU time of the demo's steps, in turns with TRL's GRPOTrainer on the same task."""
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import psutil
 
-from slipstream.configs import RunConfig
+from benchmarks.figures import Figure, Figures, Goal, interleave
+from benchmarks.learner import add_trl_option, has_trl, run_loop
+from benchmarks.workers import Workers, cpu_s, free_port
+from slipstream.configs import RunConfig, load
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import load_config
-from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
-from benchmarks.end_to_end import cpu_s
-from benchmarks.figures import Figure, Figures, Goal, bench_parser, interleave
-from benchmarks.pipeline import run_processes
-from benchmarks.staleness import DEMO
-from benchmarks.workers import ONE_THREAD, Workers, free_port
 from slipstream.tools.cli import at_least
 from slipstream.tools.follow import JsonLinesFollower
 
+DEMO = Path(load.__file__).parent / "demo.yaml"
 OURS, TRL = "slipstream", "TRL"
-SPEEDUP = 1.6
-"""Goal for TRL's time of a step divided by ours."""
-TRL_SCRIPT = Path(__file__).parent / "demo_trl.py"
-DEFAULT_PYTHON = Path(".trl/bin/python")
+SPEEDUP = Goal(">=", 1.6)
+"""Of TRL's time of a step divided by ours."""
 
 Result = dict[str, float]
 """`step_s`, `score`, and CPU seconds of a step: `cpu_s`, of slipstream also by process, `cpu_s/<process>`."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The runs."""
+    add = parser.add_argument
+    add("--rounds", type=at_least(1), default=3, help="runs of each")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the demo's configuration")
+    add_trl_option(parser)
+
+
+def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
+    """Measures and shows all figures. Raises: ConfigError without `--trl-python`'s file, SlipstreamError."""
+    results: dict[str, list[Result]] = defaultdict(list)
+    names = [OURS, TRL] if has_trl(options) else [OURS]
+    with Workers.start() as workers:
+        for name in interleave(options.rounds, names):
+            config = demo_config(workers.folder, f"{name}-{len(results[name])}", options.set)
+            run = run_demo(workers, config) if name == OURS else run_trl(workers, config, options.trl_python)
+            results[name].append(run)
+            print(f"{name}: {1000 * run['step_s']:.1f} ms a step, score {run['score']:.3f}", flush=True)
+    figures.show(*figures_of(results))
+    return results
 
 
 def demo_config(folder: Path, name: str, overrides: Sequence[str]) -> RunConfig:
@@ -69,7 +87,7 @@ class CpuClock:
 
 def run_demo(workers: Workers, config: RunConfig) -> Result:
     """Runs the demo to its end. Raises: SlipstreamError when a process fails."""
-    with run_processes(workers, config) as children:
+    with workers.run(config) as children:
         processes = {name: psutil.Process(child.process.pid) for name, child in children.items()}
         clock = CpuClock(config.paths.metrics, processes)
         workers.wait(children["learner"], clock.tick)
@@ -84,11 +102,7 @@ def run_trl(workers: Workers, config: RunConfig, python: Path) -> Result:
     folder = config.paths.root
     folder.mkdir()
     build_digits_model(folder / "model", seed=config.run.seed)
-    (folder / "task.json").write_text(json.dumps(trl_task(config)), encoding="utf-8")
-    with workers.command(f"{config.run.name}-trl", [str(python), str(TRL_SCRIPT), str(folder)], ONE_THREAD) as child:
-        workers.wait(child)
-    result: Result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return result
+    return run_loop(workers, python, "demo", folder, trl_task(config))
 
 
 def trl_task(config: RunConfig) -> dict[str, Any]:
@@ -103,6 +117,7 @@ def trl_task(config: RunConfig) -> dict[str, Any]:
         "train": pairs("train"),
         "eval": pairs("eval")[: config.eval.tasks],
         "answer_tokens": config.rollout.sampling.max_tokens,
+        "threads": 1,
         "settings": {
             "seed": config.run.seed,
             "max_steps": learner.steps,
@@ -121,56 +136,15 @@ def trl_task(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def figures_of(results: Mapping[str, Sequence[Result]]) -> list[Figure]:
+def figures_of(results: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
     """Means over the rounds, and the ratio of the two times of a step."""
-    found = []
-    for name, rounds in results.items():
-        means = {key: mean(result[key] for result in rounds) for key in rounds[0]}
-        found += [
-            Figure(f"{name}: a step", 1000 * means.pop("step_s"), "ms"),
-            Figure("  score at the end, mean", means.pop("score"), ""),
-            Figure("  CPU time of a step", 1000 * means.pop("cpu_s"), "ms"),
-            *[Figure(f"    {key.partition('/')[2]}", 1000 * value, "ms") for key, value in means.items()],
-        ]
-    if TRL in results:
-        ratio = mean(result["step_s"] for result in results[TRL]) / mean(result["step_s"] for result in results[OURS])
-        found.append(Figure("a step, TRL / slipstream", ratio, "", Goal(">=", SPEEDUP)))
-    return found
-
-
-def command(argv: Sequence[str]) -> int:
-    """Measures, prints and saves all figures; returns 0, also when goals are missed.
-
-    Raises: ConfigError when there is no interpreter at `--trl-python`, SlipstreamError when a process fails.
-    """
-    arguments = _parser().parse_args(argv)
-    python = arguments.trl_python
-    if python is None and DEFAULT_PYTHON.exists():
-        python = DEFAULT_PYTHON
-    if python is None:
-        print(f"TRL is skipped: there is no {DEFAULT_PYTHON}; `make bench-demo` sets it up", flush=True)
-    elif not python.exists():
-        raise ConfigError(f"--trl-python {python} does not exist: name the interpreter of an environment with TRL")
-    results: dict[str, list[Result]] = defaultdict(list)
-    with Workers.start() as workers:
-        for name in interleave(arguments.rounds, [OURS] if python is None else [OURS, TRL]):
-            number = len(results[name])
-            steps = [f"learner.steps={arguments.steps}"] if arguments.steps else []
-            config = demo_config(workers.folder, f"{name}-{number}", [*steps, *arguments.set])
-            run = run_demo(workers, config) if name == OURS else run_trl(workers, config, python.absolute())
-            results[name].append(run)
-            print(f"{name}: {1000 * run['step_s']:.1f} ms a step, score {run['score']:.3f}", flush=True)
-    figures = Figures()
-    figures.show(figures_of(results))
-    figures.save_bench("demo", arguments, details=results)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("demo", "Measure the demo, in turns with TRL on the same task.")
-    add = parser.add_argument
-    add("--trl-python", type=Path, help=f"interpreter of an environment with TRL (default: {DEFAULT_PYTHON}, if any)")
-    add("--rounds", type=at_least(1), default=3, help="runs of each (default: 3)")
-    add("--steps", type=at_least(2), help="training steps (default: the demo's)")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the demo's configuration")
-    return parser
+    means = {name: {key: mean(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()}
+    for name, values in means.items():
+        yield Figure(f"{name}: a step", 1000 * values["step_s"], "ms")
+        yield Figure("  score at the end, mean", values["score"])
+        yield Figure("  CPU time of a step", 1000 * values["cpu_s"], "ms")
+        for key, value in values.items():
+            if key.startswith("cpu_s/"):
+                yield Figure(f"    {key.partition('/')[2]}", 1000 * value, "ms")
+    if TRL in means:
+        yield Figure("a step, TRL / slipstream", means[TRL]["step_s"] / means[OURS]["step_s"], "", SPEEDUP)

@@ -1,9 +1,10 @@
-"""`slipstream bench experts`: mismatch of engine and learner on a mixture of experts, with replay and without."""
+"""Mismatch of engine and learner on a mixture of experts, with router replay and without."""
 
 import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.figures import Figure, Figures
 from slipstream.buffer.wire.codec import behaviour_logprobs
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs import RunConfig
@@ -25,7 +27,6 @@ from slipstream.learner.trainers.assemble import model_options
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import Prompt, Transcript
-from benchmarks.figures import Figure, Figures, bench_parser
 from slipstream.tools.cli import at_least
 
 VOCABULARY, PROMPT_TOKENS, SAMPLES = 512, 64, 8
@@ -107,61 +108,39 @@ def deviations(config: RunConfig, model: Path, answers: Sequence[Trajectory], wo
     return torch.cat(found), expert_figures(policy, world).get("experts/changed", 0.0)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> list[Figure]:
-    """The figures of one engine, and learners of two dtypes."""
-    model = options.model or folder / "model"
-    if options.model is None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the random model and of the answers."""
+    add, positive = parser.add_argument, at_least(1)
+    add("--layers", type=positive, default=4, help="of the model")
+    add("--experts", type=positive, default=16, help="of a layer")
+    add("--per-token", type=positive, default=4, help="experts of a token")
+    add("--prompts", type=positive, default=8, help=f"prompts with {SAMPLES} answers each")
+    add("--tokens", type=positive, default=128, help="of an answer")
+
+
+def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
+    """Measures and shows the figures of one engine, and learners of two dtypes."""
+    with TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        model = Path(folder) / "model"
         build(model, layers=options.layers, experts=options.experts, per_token=options.per_token)
 
-    def config(dtype: str, *, replay: bool) -> RunConfig:
-        return run_config(model, folder, dtype=dtype, replay=replay, tokens=options.tokens)
+        def config(dtype: str, *, replay: bool) -> RunConfig:
+            return run_config(model, Path(folder), dtype=dtype, replay=replay, tokens=options.tokens)
 
-    answers = asyncio.run(generate(config(options.engine_dtype, replay=True), model, prompts=options.prompts))
-    actions = sum(int(sum(answer.action_mask)) for answer in answers)
-    found = [Figure("actions", actions, ""), Figure("experts of a token", token_bytes(answers), "B")]
-    world = join_world()
-    try:
-        for dtype in ("float32", "bfloat16"):
-            for replay in (False, True):
+        answers = asyncio.run(generate(config("bfloat16", replay=True), model, prompts=options.prompts))
+        figures.show(Figure("actions", sum(int(sum(answer.action_mask)) for answer in answers)))
+        world = join_world()
+        try:
+            for dtype, replay in product(("float32", "bfloat16"), (False, True)):
                 off, changed = deviations(config(dtype, replay=replay), model, answers, world)
-                name = f"{dtype}, {'replayed' if replay else 'live'}"
-                found += [
-                    Figure(f"|Δ log-prob|, {name}: mean", off.mean().item(), "nats"),
-                    Figure(f"|Δ log-prob|, {name}: 99 %", off.quantile(0.99).item(), "nats"),
-                    Figure(f"|Δ log-prob|, {name}: largest", off.max().item(), "nats"),
-                ]
+                name = f"|Δ log-prob|, {dtype}, {'replayed' if replay else 'live'}"
+                figures.show(
+                    Figure(f"{name}: mean", off.mean().item(), "nats"),
+                    Figure(f"{name}: 99 %", off.quantile(0.99).item(), "nats"),
+                    Figure(f"{name}: largest", off.max().item(), "nats"),
+                )
                 if replay:
-                    found.append(Figure(f"choices that a {dtype} router changes", changed, ""))
-    finally:
-        leave_world()
-    return found
-
-
-def token_bytes(answers: Sequence[Trajectory]) -> float:
-    """Bytes of experts for each input token."""
-    routed = answers[0].routed_experts
-    assert routed is not None, "the engine returned none"
-    return float(routed.layout.token_bytes)
-
-
-def command(argv: Sequence[str]) -> int:
-    """Runs `slipstream bench experts`; returns its exit code."""
-    options = _parser().parse_args(argv)
-    figures = Figures()
-    with TemporaryDirectory(prefix="slipstream-experts-") as folder:
-        figures.show(measure(options, Path(folder)))
-    figures.save_bench("experts", options, details={})
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("experts", "Measure the mismatch of engine and learner with router replay.")
-    add, positive = parser.add_argument, at_least(1)
-    add("--model", type=Path, help="folder of a mixture of experts (default: a random Qwen3-MoE)")
-    add("--layers", type=positive, default=4, help="of the random model (default: 4)")
-    add("--experts", type=positive, default=16, help="of the random model (default: 16)")
-    add("--per-token", type=positive, default=4, help="experts of a token in it (default: 4)")
-    add("--prompts", type=positive, default=8, help=f"prompts with {SAMPLES} answers each (default: 8)")
-    add("--tokens", type=positive, default=128, help="of an answer (default: 128)")
-    add("--engine-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: bfloat16)")
-    return parser
+                    figures.show(Figure(f"choices that a {dtype} router changes", changed))
+        finally:
+            leave_world()
+    return {}

@@ -1,7 +1,7 @@
 """Steps of a learner on a random model of any shape: time and peak memory.
 
-`run_case` starts the ranks: `python -m benchmarks.shape_step FOLDER`. They read `FOLDER/case.json`; rank 0
-writes `FOLDER/result.json`.
+`run_case` starts the ranks: `python -m benchmarks.step FOLDER`. They read `FOLDER/case.json`; rank 0 writes
+`FOLDER/result.json`.
 """
 
 import json
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.workers import Workers, free_port
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
@@ -28,10 +29,7 @@ from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.process import end_process
 from slipstream.learner.trainers.assemble import build_trainer
-from benchmarks.workers import Workers, free_port
 
-ONE_MAP_PER_TENSOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Environment in which freed tensors go back to the system at once: resident pages are live tensors."""
 SHAPES = Path(__file__).parent / "shapes"
 MATRIX_ON_GPU, MATRIX_ON_CPU = 8192, 1024
 MATRIX_ROUNDS = 5
@@ -55,12 +53,12 @@ class Case:
     keep_freed: bool = False
     """Freed memory stays in the process, as in the learner's."""
     steps: int = 1
-    """After a short one, which fills caches and the optimizer's state."""
+    """Measured, after a short one, which fills caches and the optimizer's state."""
     threads: int = 1
     """Of each rank."""
 
     def config(self, folder: Path) -> RunConfig:
-        """The run's configuration."""
+        """The configuration of a run in a folder."""
         return RunConfig.model_validate(
             {
                 "run": {"name": "bench", "dir": str(folder)},
@@ -103,6 +101,16 @@ class Result:
     def utilisation(self) -> float:
         """Share of the ranks' matrix speed (MFU)."""
         return self.flops / self.step_s / self.ranks / self.matrix_flops_per_s
+
+
+def qwen3(*, vocabulary: int, hidden: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
+    """The config of a small Qwen3."""
+    return {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": vocabulary, "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 64, "max_position_embeddings": 65_536,
+        "tie_word_embeddings": False, **changes,
+    }  # fmt: skip
 
 
 def write_model(config: Mapping[str, Any], folder: Path, *, dtype: str, device: str = "cpu") -> Path:
