@@ -1,4 +1,4 @@
-"""`slipstream bench pipeline`: speed of the whole system by bound of staleness, beside the limit of overlapping phases.
+"""Speed of the whole system by bound of staleness, beside the limit of overlapping phases.
 
 Generator and learner have a core each; buffer and Redis run on the learner's. In the synchronous run the phases
 alternate: a step takes G (the learner waits for groups) + T (it trains and publishes). Phases that overlap completely
@@ -6,27 +6,23 @@ take max(G, T).
 """
 
 import argparse
-import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
-from slipstream.configs.load import dump_config
-from slipstream.configs.runtime.errors import ConfigError
-from benchmarks.figures import Figure, Figures, Goal, bench_parser, interleave
+from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.pipeline_server import LENGTHS_VARIABLE, MOST_TOKENS, Lengths
 from benchmarks.weights_learner import Shape, build_policy, weights_config
 from benchmarks.workers import ONE_THREAD, Workers, free_port
+from slipstream.configs import RunConfig
+from slipstream.configs.digits_model import build_digits_model
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.cli import at_least
-from slipstream.tools.launch.redis import redis_command, wait_until_ready
-from slipstream.tools.launch.supervise import Child
 
 WARM_UP_STEPS = 5
 GROUP_SIZE = 8
@@ -34,7 +30,6 @@ THREE_MILLION = Shape(vocabulary=32, hidden=256, layers=3)
 PROMPT_TOKENS = 16
 """At most."""
 SHARE_OF_LIMIT = 0.9
-REDIS_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -113,49 +108,16 @@ def run_config(
     )
 
 
-@contextlib.contextmanager
-def run_processes(
-    workers: Workers,
-    config: RunConfig,
-    *,
-    rollout: str = "slipstream.rollout_servers.cli",
-    cores: Sequence[int] | None = None,
-    environment: Mapping[str, str] = ONE_THREAD,
-) -> Iterator[dict[str, Child]]:
-    """The four processes of a run, by name: redis, buffer, rollout, learner.
-
-    Args:
-        rollout: module of the rollout server.
-        cores: of the rollout server, and of the other processes; None: any.
-    """
-    name, file = config.run.name, workers.folder / f"{config.run.name}.yaml"
-    file.write_text(dump_config(config), encoding="utf-8")
-    modules = {"buffer": "slipstream.buffer.cli", "rollout": rollout, "learner": "slipstream.learner.cli"}
-    children: dict[str, Child] = {}
-
-    def add(role: str, process: contextlib.AbstractContextManager[Child]) -> None:
-        children[role] = stack.enter_context(process)
-        if cores is not None:  # before it starts threads, which inherit it
-            os.sched_setaffinity(children[role].process.pid, {cores[0] if role == "rollout" else cores[1]})
-
-    with contextlib.ExitStack() as stack:
-        add("redis", workers.command(f"{name}-redis", redis_command(config.redis, config.paths.redis)))
-        wait_until_ready(config.redis, REDIS_DEADLINE_S, pause=workers.pause)
-        for role, module in modules.items():
-            add(role, workers.process(f"{name}-{role}", module, str(file), environment=environment))
-        yield children
-
-
-def measure(workers: Workers, config: RunConfig, lengths: Lengths, cores: Sequence[int]) -> Speed:
+def run(workers: Workers, config: RunConfig, lengths: Lengths, cores: Sequence[int]) -> Speed:
     """Runs a configuration to its end. Raises: SlipstreamError when a process fails."""
     environment = {**ONE_THREAD, LENGTHS_VARIABLE: lengths}
     server = "benchmarks.pipeline_server"
-    with run_processes(workers, config, rollout=server, cores=cores, environment=environment) as children:
+    with workers.run(config, rollout=server, cores=cores, environment=environment) as children:
         workers.wait(children["learner"])
     return read_speed(config.paths.metrics)
 
 
-def figures_of(lengths: Lengths, by_staleness: dict[int, list[Speed]]) -> list[Figure]:
+def figures_of(lengths: Lengths, by_staleness: Mapping[int, Sequence[Speed]]) -> list[Figure]:
     """Speeds by bound of staleness, beside the limit from the synchronous run's phases."""
     synchronous = by_staleness[0]
     step_s = median(speed.step_s for speed in synchronous)
@@ -163,7 +125,7 @@ def figures_of(lengths: Lengths, by_staleness: dict[int, list[Speed]]) -> list[F
     tokens_per_s = median(speed.tokens_per_s for speed in synchronous)
     limit = tokens_per_s * sum(phases.values()) / max(phases.values())
     found = [
-        Figure(f"{lengths}: tokens of an answer, mean", mean(speed.answer_tokens for speed in synchronous), ""),
+        Figure(f"{lengths}: tokens of an answer, mean", mean(speed.answer_tokens for speed in synchronous)),
         Figure("  a step at max_staleness 0", step_s, "s"),
         Figure("  generation (G)", phases["wait_s"], "s"),
         Figure("  training (T)", phases["train_s"], "s"),
@@ -184,50 +146,45 @@ def figures_of(lengths: Lengths, by_staleness: dict[int, list[Speed]]) -> list[F
     return found
 
 
-def command(argv: Sequence[str]) -> int:
-    """Measures, prints and saves all figures; returns 0, also when goals are missed.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The runs."""
+    add, lengths = parser.add_argument, ("fixed", "log-normal")
+    add("--lengths", nargs="+", choices=lengths, default=lengths, help="distributions of the answers' lengths")
+    add("--staleness", nargs="+", type=at_least(0), default=[1, 2, 4], help="values of max_staleness besides 0")
+    add("--steps", type=at_least(1), default=40, help="measured steps of a run")
+    add("--groups-per-step", type=at_least(1), default=8, help="groups of 8 answers in a step")
+    add("--rounds", type=at_least(1), default=1, help="runs of each case, in turns")
+    add("--engine", choices=("vllm", "hf"), default="vllm", help="rollout.engine.name")
+
+
+def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
+    """Measures and shows all figures.
 
     Raises: ConfigError on a machine with one core, SlipstreamError when a process fails.
     """
-    arguments = _parser().parse_args(argv)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("bench pipeline needs two cores, one for the generator and one for the learner")
-    figures, details = Figures(), {}
+        raise ConfigError("pipeline needs two cores, one for the generator and one for the learner")
+    details = {}
     with Workers.start() as workers:
         model = workers.folder / "model"
         build_digits_model(model, seed=0)  # for its tokenizer
         policy: Any = build_policy(THREE_MILLION)
         policy.save_pretrained(model)
-        figures.show([Figure("parameters", policy.num_parameters() / 1e6, "million")])
-        for lengths in arguments.lengths:
+        figures.show(Figure("parameters", policy.num_parameters() / 1e6, "million"))
+        for lengths in options.lengths:
             speeds: dict[int, list[Speed]] = defaultdict(list)
-            for staleness in interleave(arguments.rounds, sorted({0, *arguments.staleness})):
+            for staleness in interleave(options.rounds, sorted({0, *options.staleness})):
                 config = run_config(
                     workers.folder,
                     f"{lengths}-{staleness}-{len(speeds[staleness])}",
                     model=model,
                     staleness=staleness,
-                    steps=arguments.steps,
-                    groups_per_step=arguments.groups_per_step,
-                    engine=arguments.engine,
+                    steps=options.steps,
+                    groups_per_step=options.groups_per_step,
+                    engine=options.engine,
                 )
-                speeds[staleness].append(measure(workers, config, lengths, cores[:2]))
-            figures.show(figures_of(lengths, speeds))
+                speeds[staleness].append(run(workers, config, lengths, cores[:2]))
+            figures.show(*figures_of(lengths, speeds))
             details[lengths] = {staleness: [asdict(speed) for speed in found] for staleness, found in speeds.items()}
-    figures.save_bench("pipeline", arguments, details=details)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("pipeline", "Measure what asynchrony gains, on two cores.")
-    add = parser.add_argument
-    add("--lengths", nargs="+", choices=("fixed", "log-normal"), default=["fixed", "log-normal"],
-        help="distributions of the answers' lengths (default: both)")  # fmt: skip
-    add("--staleness", nargs="+", type=at_least(0), default=[1, 2, 4],
-        help="values of max_staleness besides 0 (default: 1 2 4)")  # fmt: skip
-    add("--steps", type=at_least(1), default=40, help="measured steps of a run (default: 40)")
-    add("--groups-per-step", type=at_least(1), default=8, help="groups of 8 answers in a step (default: 8)")
-    add("--rounds", type=at_least(1), default=1, help="runs of each case, in turns (default: 1)")
-    add("--engine", choices=("vllm", "hf"), default="vllm", help="rollout.engine.name (default: vllm)")
-    return parser
+    return details

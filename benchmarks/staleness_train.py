@@ -3,6 +3,8 @@
 # N prefixes, L tokens of each, V vocabulary
 """
 
+import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,11 +13,15 @@ from statistics import fmean
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.staleness_report import Curves
+from benchmarks.workers import serve
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.models import initial_model
+from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step, deal
@@ -29,7 +35,6 @@ from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.base import Prompt
 from slipstream.rollout_servers.rollouts.single_turn import answered
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from benchmarks.staleness_report import Curves
 
 KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_norm", "lr")
 
@@ -180,3 +185,17 @@ class Sampler:
         ).logits
         logits_NV: Tensor = logits_1NV[0].float().cpu() / self._config.rollout.sampling.temperature
         return logits_NV.log_softmax(-1)[which_N]
+
+
+class Training:
+    """Runs, one after the other, for another process."""
+
+    def train(self, config_json: str) -> Curves:
+        """See `train`."""
+        return train(RunConfig.model_validate_json(config_json))
+
+
+if __name__ == "__main__":
+    configure_logging("staleness", level="warning", folder=None)
+    disable_progress_bar()
+    asyncio.run(serve(sys.argv[1], Training()))

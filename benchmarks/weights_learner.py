@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.step import qwen3
+from benchmarks.workers import Workers, free_port
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.schema.run import LoraConfig
@@ -19,10 +21,8 @@ from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.registry import build_transports
-from benchmarks.workers import Workers, free_port
 
 DEADLINE_S = 120.0
-HEAD_DIM = 64
 CONTEXT = 1024
 LAYERS = 14
 FACTOR = 1.01
@@ -54,35 +54,22 @@ def shape_of(parameters: int) -> Shape:
     return Shape(vocabulary=16 * hidden, hidden=hidden, layers=LAYERS)
 
 
-def build_policy(shape: Shape) -> nn.Module:
-    """A policy with random weights, in fp32 as a learner holds it."""
+def build_policy(policy: Shape | Path) -> nn.Module:
+    """A random Qwen3, or a saved model, in fp32 as a learner holds it. Raises: OSError, ValueError from transformers."""
     attention.register()
-    heads = max(1, shape.hidden // 32)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=HEAD_DIM,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    policy: nn.Module = model.eval()
-    return policy
-
-
-def load_policy(folder: Path) -> nn.Module:
-    """A saved model as a policy, in fp32 as a learner holds it. Raises: OSError, ValueError from transformers."""
-    attention.register()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=attention.NAME, dtype=torch.float32, local_files_only=True
-    )
-    policy: nn.Module = model.eval()
-    return policy
+    options: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": torch.float32}
+    if isinstance(policy, Path):
+        model: Any = AutoModelForCausalLM.from_pretrained(policy, local_files_only=True, **options)
+    else:
+        heads = max(1, policy.hidden // 32)
+        config = qwen3(
+            vocabulary=policy.vocabulary, hidden=policy.hidden, layers=policy.layers, heads=heads,
+            kv_heads=max(1, heads // 2), max_position_embeddings=CONTEXT,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**config), **options)
+    built: nn.Module = model.eval()
+    return built
 
 
 @torch.no_grad()

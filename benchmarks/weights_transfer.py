@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.figures import Figure, Figures, Goal, interleave
+from benchmarks.weights_learner import build_policy, perturb, shape_of, take, weights_config
+from benchmarks.weights_worker import MODULE, BareGloo
+from benchmarks.workers import Worker, Workers, free_port
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.weights.protocol import Announce, Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Transports
 from slipstream.learner.weights.transports.registry import build_transports
-from benchmarks.figures import Figure, Goal, interleave
-from benchmarks.weights_learner import build_policy, perturb, shape_of, take, weights_config
-from benchmarks.weights_worker import MODULE, BareGloo
-from benchmarks.workers import Worker, Workers, free_port
 
 WHOLE = ("gloo", "shm", "file", "stream")
 DELTAS = ("file", "stream")
@@ -30,8 +30,8 @@ Times = dict[str, list[float]]
 """Seconds by label."""
 
 
-def transfers(workers: Workers, *, size_bytes: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
-    """Speed of each transport, its ratio to bare copies of the same bytes; and all times in seconds."""
+def transfers(workers: Workers, figures: Figures, *, size_bytes: int, rounds: int) -> dict[str, Any]:
+    """Shows the speed of each transport and its ratio to bare copies of the same bytes. Returns times in seconds."""
     config = weights_config(workers.folder, f"transfer-{workers.folder.name}")
     port, bucket_bytes = free_port(), config.weights.bucket_bytes
     times: Times = defaultdict(list)
@@ -41,7 +41,7 @@ def transfers(workers: Workers, *, size_bytes: int, rounds: int) -> tuple[list[F
     ):
         worker.receive()
         data = versions.next(0.1).data
-        worker.send(("broadcast", data.numel()))
+        worker.send("broadcast", data.numel())
         bare = BareGloo(port, 0, data.clone(), bucket_bytes=bucket_bytes)
         bare.run()
         worker.receive()
@@ -54,7 +54,8 @@ def transfers(workers: Workers, *, size_bytes: int, rounds: int) -> tuple[list[F
                 sender.send(versions.next(0.1), defaultdict(list), name)
                 for share in interleave(rounds, CHANGED):
                     sender.send(versions.next(share), times, f"{name} {share}")
-    return _figures(data.numel(), times), {"size": data.numel(), **times}
+    figures.show(*figures_of(data.numel(), times))
+    return {"size": data.numel(), **times}
 
 
 class _Versions:
@@ -88,7 +89,7 @@ def _send_whole(snapshot: Snapshot, senders: Sequence["_Sender"], worker: Worker
     np.copyto(target, data)
     times[COPY].append(time.perf_counter() - started)
     started = time.perf_counter()
-    worker.send(("broadcast", data.size))
+    worker.send("broadcast", data.size)
     bare.run()
     worker.receive()
     times[GLOO].append(time.perf_counter() - started)
@@ -125,7 +126,7 @@ class _Sender:
                 transfer=0, epoch=1, transport=name, host=config.host, port=config.store_port, rank=1, world=2,
                 deadline_s=config.deadline_s,
             )  # fmt: skip
-            worker.send(("enter", encode(form)))
+            worker.send("enter", encode(form))
             self._broadcast.form(1, 2)
             worker.receive()
 
@@ -141,7 +142,7 @@ class _Sender:
             transfer=0, transport=self.name, manifest=snapshot.manifest, deadline_s=self._deadline_s,
             epoch=None if source else 1, source=source,
         )  # fmt: skip
-        self._worker.send(("receive", encode(announce)))
+        self._worker.send("receive", encode(announce))
         if self._broadcast is not None:
             self._broadcast.send(snapshot)
         self._worker.receive()
@@ -149,19 +150,13 @@ class _Sender:
         self._staged = snapshot.manifest.version
 
 
-def _figures(size: int, times: Times) -> list[Figure]:
-    def speed(name: str, label: str) -> Figure:
-        return Figure(name, size / median(times[label]) / 1e9, "GB/s")
-
-    def ratio(label: str, base: str) -> float:
-        return median(b / a for a, b in zip(times[label], times[base], strict=True))
-
-    return [
-        Figure("a version", size / 1e6, "MB"),
-        speed("memory copy, one thread", COPY),
-        speed("bare gloo", GLOO),
-        *(speed(f"{name}, whole version", name) for name in WHOLE),
-        Figure("shm / memory copy", ratio("shm", COPY), "", Goal(">=", 0.5)),
-        Figure("gloo / bare gloo", ratio("gloo", GLOO), "", Goal(">=", 0.9)),
-        *(speed(f"{name}, {share:.0%} changed", f"{name} {share}") for name in DELTAS for share in CHANGED),
-    ]
+def figures_of(size: int, times: Times) -> Iterator[Figure]:
+    """Speeds, and the ratios to the bare copies."""
+    labels = {"memory copy, one thread": COPY, "bare gloo": GLOO} | {f"{name}, whole version": name for name in WHOLE}
+    labels |= {f"{name}, {share:.0%} changed": f"{name} {share}" for name in DELTAS for share in CHANGED}
+    yield Figure("a version", size / 1e6, "MB")
+    for name, label in labels.items():
+        yield Figure(name, size / median(times[label]) / 1e9, "GB/s")
+    for label, base, least in (("shm", COPY, 0.5), ("gloo", GLOO, 0.9)):
+        ratio = median(b / a for a, b in zip(times[label], times[base], strict=True))
+        yield Figure(f"{label} / {base}", ratio, "", Goal(">=", least))

@@ -13,26 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.configs import RunConfig
-from slipstream.configs.runtime.network import use_loopback_interface
-from benchmarks.figures import Figure, Goal, interleave
-from benchmarks.weights_learner import (
-    CONTEXT,
-    DEADLINE_S,
-    SMALL,
-    TINY,
-    Learner,
-    Publication,
-    Shape,
-    adapt,
-    build_policy,
-    load_policy,
-    shape_of,
-    weights_config,
-)
+from benchmarks.figures import Figure, Figures, Goal, interleave
+from benchmarks.weights_learner import CONTEXT, Learner, Publication, Shape, adapt, build_policy, shape_of, weights_config
 from benchmarks.weights_worker import MODULE
 from benchmarks.workers import ONE_THREAD, Worker, Workers
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.network import use_loopback_interface
 
+DEADLINE_S = 120.0
 MAX_CPU_GROWTH = 1.5
 """Of the learner's CPU time, from the fewest servers to the most: it must not grow with each server."""
 CPU_GOALS = ("shm", "stream")
@@ -49,7 +37,7 @@ class Case:
 
     title: str
     policy: Shape | Path
-    """Sizes of a random policy, or the folder of a saved model."""
+    """See `build_policy`."""
     dtype: str
     engine: Mapping[str, Any]
     """Keys of `rollout.engine`."""
@@ -61,36 +49,23 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=lambda: ONE_THREAD)
     """Of the engine's process."""
     keep_stale_kv: bool = False
-    """`weights.keep_stale_kv`."""
     lora: Mapping[str, Any] | None = None
-    """`model.lora`."""
-
-
-INLINE = {"core": "inline", "kv_cache_bytes": 256 << 20}
-POLICIES = {
-    "tiny": Case("vLLM inline, tiny", TINY, "float32", INLINE),
-    "small": Case("vLLM inline, small", SMALL, "bfloat16", INLINE),
-    "tiny-lora": Case("vLLM inline, tiny, LoRA", TINY, "float32", INLINE, lora={}),
-    "small-lora": Case("vLLM inline, small, LoRA", SMALL, "bfloat16", INLINE, lora={}),
-}
-"""For two CPU cores."""
-
-
-def saved_model(folder: Path, *, lora: bool) -> Case:
-    """A saved model with vLLM in the rollout server, all of it trained or adapters."""
-    title = f"vLLM inline, {folder.name}{', LoRA' if lora else ''}"
-    return Case(title, folder, "bfloat16", INLINE, lora={} if lora else None)
-
-
-# --- publications: until every server has applied the version ---------------------------------------------------------
 
 
 def publications(
-    workers: Workers, *, size_bytes: int, servers: Sequence[int], transports: Sequence[str], rounds: int
-) -> tuple[list[Figure], dict[str, Any]]:
-    """Times by transport and number of servers, which are processes with the real weight channel and no engine."""
+    workers: Workers,
+    figures: Figures,
+    *,
+    size_bytes: int,
+    servers: Sequence[int],
+    transports: Sequence[str],
+    rounds: int,
+) -> dict[str, Any]:
+    """Shows times by transport and number of servers: processes with the real weight channel and no engine."""
     policy = build_policy(shape_of(size_bytes // 2))
-    measured: dict[str, dict[int, list[Publication]]] = {}
+    details: dict[str, Any] = {}
+    size_mb = 2 * sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+    figures.show(Figure("a version of the publications", size_mb, "MB"))
     with contextlib.ExitStack() as stack:
         names = [f"server{number}" for number in range(max(servers))]
         processes = [
@@ -100,14 +75,10 @@ def publications(
         for process in processes:
             process.receive()
         for transport in transports:
-            measured[transport] = _publish(workers, policy, transport, processes, servers=servers, rounds=rounds)
-    size_mb = 2 * sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    figures = [Figure("a version of the publications", size_mb, "MB")]
-    details: dict[str, Any] = {}
-    for transport, by_count in measured.items():
-        figures += _publication_figures(transport, by_count)
-        details |= {f"{transport} {count}": [vars(each) for each in found] for count, found in by_count.items()}
-    return figures, details
+            measured = _publish(workers, policy, transport, processes, servers=servers, rounds=rounds)
+            figures.show(*_publication_figures(transport, measured))
+            details |= {f"{transport} {count}": [vars(each) for each in found] for count, found in measured.items()}
+    return details
 
 
 def _publish(
@@ -120,92 +91,72 @@ def _publish(
     rounds: int,
 ) -> dict[int, list[Publication]]:
     config = weights_config(workers.folder, f"{transport}-{workers.folder.name}", weights={"transport": transport})
-    learner = Learner(workers, config, policy, device=torch.device("cpu"))
     measured: dict[int, list[Publication]] = {count: [] for count in servers}
-    try:
+    with contextlib.closing(Learner(workers, config, policy, device=torch.device("cpu"))) as learner:
         learner.publish()  # so that a server that joins fetches a version, which shows that it has joined
         for count in interleave(rounds, servers):
-            with _following(learner, config.model_dump_json(), processes[:count]):
-                learner.train()
-                learner.publish()  # gloo forms its process group
-                learner.train()
-                measured[count].append(learner.publish())
-    finally:
-        learner.close()
+            before = learner.updates
+            for process in processes[:count]:
+                process.call("follow", config.model_dump_json())
+            learner.await_updates(before + count, DEADLINE_S)
+            learner.train()
+            learner.publish()  # gloo forms its process group
+            learner.train()
+            measured[count].append(learner.publish())
+            for process in processes[:count]:
+                process.call("leave")
     return measured
 
 
-@contextlib.contextmanager
-def _following(learner: Learner, config_json: str, processes: Sequence[Worker]) -> Iterator[None]:
-    before = learner.updates
-    for process in processes:
-        process.call("follow", config_json)
-    learner.await_updates(before + len(processes), DEADLINE_S)
-    yield
-    for process in processes:
-        process.call("leave")
-
-
-def _publication_figures(transport: str, measured: dict[int, list[Publication]]) -> list[Figure]:
-    figures, cpu_s = [], {}
+def _publication_figures(transport: str, measured: Mapping[int, Sequence[Publication]]) -> Iterator[Figure]:
+    cpu_s = {count: median(each.cpu_s for each in published) for count, published in measured.items()}
     for count, published in measured.items():
-        cpu_s[count] = median(each.cpu_s for each in published)
         name = f"published to applied, {transport}, {count} server{'s' if count > 1 else ''}"
-        figures += [
-            Figure(name, 1000 * median(each.applied_s for each in published), "ms"),
-            Figure("  learner's CPU time", 1000 * cpu_s[count], "ms"),
-        ]
+        yield Figure(name, 1000 * median(each.applied_s for each in published), "ms")
+        yield Figure("  learner's CPU time", 1000 * cpu_s[count], "ms")
     fewest, most = min(measured), max(measured)
     if most > fewest:
         goal = Goal("<", MAX_CPU_GROWTH) if transport in CPU_GOALS else None
-        name = f"learner's CPU, {transport}, {most} / {fewest} servers"
-        figures.append(Figure(name, cpu_s[most] / cpu_s[fewest], "", goal))
-    return figures
+        yield Figure(f"learner's CPU, {transport}, {most} / {fewest} servers", cpu_s[most] / cpu_s[fewest], "", goal)
 
 
-# --- generation: stall and speed of a real engine ---------------------------------------------------------------------
-
-
-def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, Any]]:
-    """Windows of generation without and with an update each second, in turn.
+def generation(workers: Workers, figures: Figures, case: Case, *, rounds: int, seconds: float) -> dict[str, Any]:
+    """Shows figures of windows of generation without and with an update each second, in turn.
 
     The engine runs in a process with the real weight channel. The learner changes its policy in both kinds of windows.
     """
-    policy = load_policy(case.policy) if isinstance(case.policy, Path) else build_policy(case.policy)
+    policy = build_policy(case.policy)
     config = _generation_config(workers, case, policy)
     if config.model.lora is not None:
         adapt(policy, config.model.lora)
     use_loopback_interface(config.weights.bind)  # as the engine's process does
     device = torch.device(case.device)
-    learner = Learner(workers, config, policy.to(device), device=device)
     tokens_per_s: dict[bool, list[float]] = defaultdict(list)
     published: list[Publication] = []
-    try:
-        with workers.worker("generator", MODULE, "generate", environment=case.environment) as worker:
-            worker.receive()
-            worker.call("start", config.model_dump_json(), deadline_s=ENGINE_START_S)
-            _warm_up(learner, worker, case.concurrency)
-            for updates in interleave(rounds, [False, True]):
-                worker.send(("generate", seconds, case.concurrency))
-                published += _train(workers, learner, seconds, publish=updates)
-                tokens_per_s[updates].append(worker.receive())
-            stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
-            version_mb = learner.version_bytes / 1e6
-    finally:
-        learner.close()
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    with (
+        contextlib.closing(Learner(workers, config, policy.to(device), device=device)) as learner,
+        workers.worker("generator", MODULE, "generate", environment=case.environment) as worker,
+    ):
+        worker.receive()
+        worker.call("start", config.model_dump_json(), deadline_s=ENGINE_START_S)
+        _warm_up(learner, worker, case.concurrency)
+        for updates in interleave(rounds, [False, True]):
+            worker.send("generate", seconds, case.concurrency)
+            published += _train(workers, learner, seconds, publish=updates)
+            tokens_per_s[updates].append(worker.receive())
+        stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
     without, with_updates = tokens_per_s[False], tokens_per_s[True]
     ratio = median(b / a for a, b in zip(without, with_updates, strict=True))
-    figures = [
-        Figure(f"{case.title}: parameters", parameters / 1e6, "million"),
-        Figure("  a version", version_mb, "MB"),
+    figures.show(
+        Figure(f"{case.title}: parameters", sum(each.numel() for each in policy.parameters()) / 1e6, "million"),
+        Figure("  a version", learner.version_bytes / 1e6, "MB"),
         Figure("  generation stands still, each update", 1000 * median(stalls_s), "ms"),
         Figure("  at most", 1000 * max(stalls_s), "ms"),
         Figure("  published to applied and verified", 1000 * median(each.applied_s for each in published), "ms"),
         Figure("  tokens/s without updates", median(without), "/s"),
         Figure(f"{case.title}: tokens/s with / without", ratio, "", Goal(">=", 0.9)),
-    ]
-    return figures, {
+    )
+    return {
         "tokens_per_s": {"none": without, "updates": with_updates},
         "stalls_s": stalls_s,
         "published": [vars(each) for each in published],
@@ -214,7 +165,7 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
 
 def _generation_config(workers: Workers, case: Case, policy: Any) -> RunConfig:
     """The configuration of the run; writes the policy where it says, for an engine that needs no tokenizer."""
-    name = f"{case.title.replace(' ', '-').replace(',', '')}-{os.getpid()}"
+    name = f"generation-{os.getpid()}"
     folder = workers.folder / name / "policy"
     policy.save_pretrained(folder)
     engine = {"max_model_len": CONTEXT, "max_sequences": case.concurrency, **case.engine}

@@ -18,6 +18,7 @@ import zmq.asyncio
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from benchmarks.workers import serve
 from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
@@ -39,7 +40,6 @@ from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
 from slipstream.rollout_servers.weights.inbound import Restartable
 from slipstream.rollout_servers.weights.receivers import build_receivers
-from benchmarks.workers import serve
 
 MODULE = "benchmarks.weights_worker"
 PROMPT = list(range(2, 18))

@@ -1,24 +1,50 @@
-"""A small `slipstream bench pipeline`: real processes at two bounds of staleness."""
+"""Tiny measurements of whole runs, in real processes: the demo without TRL, and two bounds of staleness."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import command
+from benchmarks.demo import DEMO, trl_task
 from benchmarks.pipeline import Speed, figures_of
 from benchmarks.pipeline_server import MEAN_TOKENS, MOST_TOKENS, draw
-from tests.benchmarks.conftest import measured
+from slipstream.configs.load import load_config
+from slipstream.configs.runtime.errors import ConfigError
+from tests.benchmarks.conftest import Measure, with_goals
 
-SMALL = ["--steps", "2", "--groups-per-step", "1", "--lengths", "log-normal", "--staleness", "1", "--engine", "hf"]
+DEMO_CHANGES = [
+    "learner.steps=12", "learner.groups_per_step=4", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null",
+]  # fmt: skip
+PIPELINE = "--steps 2 --groups-per-step 1 --lengths log-normal --staleness 1 --engine hf"
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("nothing_left")
-def test_all_figures_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = measured("pipeline", SMALL, tmp_path / "runs")
-    printed = capsys.readouterr().out.splitlines()
-    assert [line[:46].rstrip() for line in printed[:-1]] == [figure["name"] for figure in record["figures"]]
-    assert len([figure for figure in record["figures"] if figure["goal"]]) == 1
+def test_demo_without_trl(measured: Measure) -> None:
+    value = measured("demo", "--rounds", "1", "--set", *DEMO_CHANGES)["value"]
+    processes = {"redis", "buffer", "rollout", "learner"}
+    assert value.keys() == {"slipstream: a step", "score at the end, mean", "CPU time of a step"} | processes
+    assert value["slipstream: a step"] > 0
+    assert 0 <= value["score at the end, mean"] <= 1
+    assert value["CPU time of a step"] == pytest.approx(sum(value[name] for name in processes))
+
+
+@pytest.mark.parametrize("part", ["demo", "learner"])
+def test_absent_interpreter_of_trl_is_refused(tmp_path: Path, part: str) -> None:
+    with pytest.raises(ConfigError, match="--trl-python"):
+        command([part, "--trl-python", str(tmp_path / "absent")])
+
+
+def test_trl_has_the_demos_tasks_and_settings() -> None:
+    task = trl_task(load_config(DEMO, ["learner.steps=7", "learner.optimizer.lr=0.5"]))
+    assert len(task["train"]) + len(task["eval"]) == 1000
+    assert task["settings"]["max_steps"] == 7
+    assert task["settings"]["learning_rate"] == 0.5
+    assert task["settings"]["per_device_train_batch_size"] == 256
+
+
+def test_pipeline(measured: Measure) -> None:
+    record = measured("pipeline", *PIPELINE.split())
+    assert with_goals(record) == {"of the limit, log-normal, 1"}
     ((synchronous,), (stale,)) = record["details"]["log-normal"].values()
     assert synchronous["staleness"] == 0
     assert stale["staleness"] > 0

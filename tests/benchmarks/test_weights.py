@@ -1,8 +1,6 @@
-"""A small `slipstream bench weights` and `gpu_weights`, and the publishing learner."""
+"""Tiny measurements of weight updates, and the publishing learner."""
 
-import importlib.util
-import json
-import math
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,46 +9,76 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import weights
+from benchmarks.__main__ import command
+from benchmarks.weights import gpu_cases
+from benchmarks.weights_learner import Learner, build_policy, perturb, shape_of, weights_config
 from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
-from benchmarks import gpu_weights
-from benchmarks.weights_learner import TINY, Learner, build_policy, perturb, shape_of, weights_config
-from benchmarks.weights_updates import Case
+from tests.benchmarks.conftest import Measure, with_goals
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 from tests.learner.weights.member import Member
-from tests.benchmarks.conftest import measured
 
-GOALS = {
-    "shm / memory copy",
-    "gloo / bare gloo",
-    "learner's CPU, shm, 2 / 1 servers",
-    "learner's CPU, stream, 2 / 1 servers",
-    "vLLM inline, tiny: tokens/s with / without",
-}
-SMALL = ["--size-mb", "1", "--rounds", "1", "--servers", "2", "1", "--policies", "tiny", "--seconds", "1"]
+SMALL = "--size-mb 1 --rounds 1 --servers 2 1 --policies tiny --engine hf --seconds 1"
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_all_figures_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    threads, segments = torch.get_num_threads(), set(SHARED_MEMORY.iterdir())
-    try:
-        record = measured("weights", SMALL, tmp_path / "runs")
-    finally:
-        torch.set_num_threads(threads)
-    figures = record["figures"]
-    printed = capsys.readouterr().out.splitlines()
-    assert [line[:46].rstrip() for line in printed[:-1]] == [figure["name"][:46] for figure in figures]
-    assert {figure["name"] for figure in figures if figure["goal"]} == GOALS
-    assert all(math.isfinite(figure["value"]) and figure["value"] >= 0 for figure in figures)
-    value = {figure["name"]: figure["value"] for figure in figures}
-    for name in ("gloo, whole version", "shm, whole version", "file, 1% changed", "stream, 10% changed"):
-        assert value[name] > 0
-    assert value["  generation stands still, each update"] > 0
+def test_weights(measured: Measure) -> None:
+    segments = set(SHARED_MEMORY.iterdir())
+    record = measured("weights", *SMALL.split())
+    assert with_goals(record) == {
+        "shm / memory copy", "gloo / bare gloo", "learner's CPU, shm, 2 / 1 servers",
+        "learner's CPU, stream, 2 / 1 servers", "hf, tiny: tokens/s with / without",
+    }  # fmt: skip
+    for name in ("gloo, whole version", "shm, whole version", "file, 1% changed", "generation stands still, each update"):
+        assert record["value"][name] > 0
     transfers = record["details"]["transfers"]
     assert transfers["stream 0.01: bytes"][0] < transfers["size"] / 10
     left = {path.name for path in set(SHARED_MEMORY.iterdir()) - segments}
-    assert not [name for name in left if "slipstream-transfer-" in name or "slipstream-vLLM" in name]
+    assert not [name for name in left if "slipstream-transfer-" in name or "slipstream-generation-" in name]
+
+
+def test_failed_case_is_reported_and_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generation(workers: object, figures: object, case: Any, **_: object) -> dict[str, Any]:
+        if case.lora is None:
+            raise SlipstreamError("no such option")
+        return {}
+
+    monkeypatch.setattr(weights, "generation", generation)
+    arguments = ["--parts", "generation", "--policies", "tiny", "tiny-lora", "--json", str(tmp_path / "out.json")]
+    assert command(["weights", *arguments]) == 1
+    assert "not measured: vllm, tiny: no such option" in capsys.readouterr().err
+    assert '"vllm, tiny, LoRA": {}' in (tmp_path / "out.json").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpu_case_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="CUDA device"):
+        command(["weights", "--policies", "gpu"])
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-1f,GPU-2e", "GPU-1f")])
+def test_gpu_engine_gets_the_first_visible_device(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cases = gpu_cases()
+    assert [(case.transport, case.device) for case in cases] == [("nccl", "cuda:1"), ("shm", "cuda:1")]
+    assert {case.environment["CUDA_VISIBLE_DEVICES"] for case in cases} == {first}
+
+
+def test_saved_model_generates_in_full_and_with_adapters(tmp_path: Path) -> None:
+    options = argparse.Namespace(model=tmp_path / "own", policies=["tiny"], engine="vllm", keep_stale_kv=True)
+    titles = ["vllm, own, KV cache kept", "vllm, own, LoRA, KV cache kept"]
+    cases = weights.cases_of(options)
+    assert [(case.title, case.lora) for case in cases] == list(zip(titles, (None, {}), strict=True))
+    assert {(case.policy, case.keep_stale_kv) for case in cases} == {(tmp_path / "own", True)}
 
 
 def test_perturb_changes_the_requested_share() -> None:
@@ -67,46 +95,6 @@ def test_shape_has_the_requested_number_of_parameters(parameters: int) -> None:
     with torch.device("meta"):
         policy = build_policy(shape_of(parameters))
     assert sum(each.numel() for each in policy.parameters()) == pytest.approx(parameters, rel=0.1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_gpu_bench_refuses_a_machine_without_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="CUDA device"):
-        gpu_weights.measure(["--json", str(tmp_path / "out.json")])
-    assert not (tmp_path / "out.json").exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
-def test_gpu_bench_reports_a_failed_case_and_measures_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Case("broken", TINY, "float32", {"core": "inline", "options": {"no_such_option": 1}})
-    sound = Case("sound", TINY, "float32", {"kv_cache_bytes": 256 << 20}, transport="shm", concurrency=4)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    monkeypatch.setattr(gpu_weights, "_machine", dict)
-    monkeypatch.setattr(gpu_weights, "_cases", lambda shape, concurrency: [broken, sound])
-    monkeypatch.setattr(gpu_weights, "configure_logging", lambda *_, **__: None)  # it would outlive the test
-    file = tmp_path / "new" / "out.json"
-    with pytest.raises(SlipstreamError, match=r"broken$"):
-        gpu_weights.measure(["--json", str(file), "--rounds", "1", "--seconds", "1"])
-    assert "no_such_option" in file.with_name("out-auto.console").read_text()
-    record = json.loads(file.read_text())
-    assert "exit code 1" in record["details"]["broken"]["error"]
-    value = {figure["name"]: figure["value"] for figure in record["figures"]}
-    assert value["sound: tokens/s with / without"] > 0
-    assert value["  generation stands still, each update"] > 0
-
-
-@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-1f,GPU-2e", "GPU-1f")])
-def test_gpu_engine_gets_the_first_visible_device(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    cases = gpu_weights._cases(TINY, concurrency=1)
-    assert [(case.transport, case.device) for case in cases] == [("nccl", "cuda:1"), ("shm", "cuda:1")]
-    assert {case.environment["CUDA_VISIBLE_DEVICES"] for case in cases} == {first}
 
 
 class Channel:

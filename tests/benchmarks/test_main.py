@@ -1,11 +1,12 @@
-"""Arguments of the benches, and the goals of figures."""
+"""The command line of the measurements, their figures and files."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import command
-from benchmarks.figures import Figure, Goal
+from benchmarks.__main__ import PARTS, command
+from benchmarks.figures import Figure, Figures, Goal
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from benchmarks.figures import Figure, Goal
         ("staleness --steps x", "--steps"),
         ("staleness --lags 0 -1", "--lags"),
         ("staleness --plot absent/a.png", "--plot"),
-        ("staleness --plot .", "--plot"),
+        ("fleet --json .", "--json"),
         ("kitchen", "part"),
     ],
 )
@@ -35,8 +36,27 @@ def test_invalid_argument_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_has_help(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command([part, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("value", "met"), [(0.59, False), (0.6, True)])
 def test_figure_reports_whether_its_goal_is_met(value: float, met: bool) -> None:
     figure = Figure("group path / bare", value, "", Goal(">=", 0.6))
     assert figure.met is met
     assert figure.line.endswith("goal >= 0.6: met" if met else "goal >= 0.6: MISSED")
+
+
+def test_file_has_figures_settings_and_machine_without_paths(tmp_path: Path) -> None:
+    figures, file = Figures(), tmp_path / "out.json"
+    figures.show(Figure("speed", 2.0, "MB/s", Goal("<", 1.0)))
+    figures.save(file, settings={"rounds": 3, "json": file}, details={"raw": [1.0, 3.0]})
+    record = json.loads(file.read_text(encoding="utf-8"))
+    speed = {"name": "speed", "value": 2.0, "unit": "MB/s", "goal": {"relation": "<", "bound": 1.0}, "met": False}
+    assert record["figures"] == [speed]
+    assert (record["settings"], record["details"], record["failed"]) == ({"rounds": 3}, {"raw": [1.0, 3.0]}, {})
+    assert {"cpu", "cores", "load", "memory_bytes", "gpus", "packages"} == record["machine"].keys()
+    assert record["machine"]["packages"].keys() >= {"python", "torch", "transformers"}
