@@ -1,6 +1,5 @@
 """Figures with their goals: a line each on the screen, and a JSON file."""
 
-import importlib.metadata as metadata
 import json
 import operator
 import os
@@ -10,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 

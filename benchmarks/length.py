@@ -15,7 +15,7 @@ from benchmarks.workers import Workers
 from slipstream.tools.cli import at_least, new_file
 
 MODEL = qwen3(vocabulary=4096, hidden=128, layers=2, heads=2, kv_heads=1)
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "legend.frameon": False,
 }  # fmt: skip
@@ -65,7 +65,13 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
 
 
 def draw(
-    path: Path, places: Sequence[int], lines: Mapping[str, Sequence[float]], *, x: str, y: str, logarithmic: bool = False
+    path: Path,
+    places: Sequence[int],
+    lines: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    y: str,
+    logarithmic: bool = False,
 ) -> None:
     """Draws lines over the same places into a PNG."""
     mpl.use("Agg")

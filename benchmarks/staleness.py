@@ -151,20 +151,16 @@ def plan(study: Study, objectives: Sequence[str], *, lags: Sequence[int], seeds:
 
 def train_all(workers: Workers, runs: Plan, *, jobs: int) -> Iterator[tuple[Run, Curves]]:
     """Trains up to `jobs` runs at once, each in a process; yields each as it ends. Raises: as `Workers.check`."""
-    pending, busy = list(reversed(runs)), dict[Worker, Run | None]()
+    pending, busy = list(runs), dict[Worker, Run | None]()
     with ExitStack() as stack:
         for number in range(min(jobs, len(runs))):
             busy[stack.enter_context(workers.worker(f"trainer{number}", "benchmarks.staleness_train"))] = None
         while busy:
-            for worker, run in list(busy.items()):
-                if not worker.replied():
-                    continue
-                reply = worker.receive(Curves | None)
-                if pending:
-                    busy[worker] = pending.pop()
-                    worker.send("train", runs[busy[worker]].model_dump_json())
-                else:
-                    del busy[worker]
-                if run is not None:
-                    yield run, reply
             workers.pause(POLL_S)
+            for worker in [worker for worker in busy if worker.replied()]:
+                done, curves = busy.pop(worker), worker.receive(Curves | None)
+                if pending:
+                    busy[worker] = following = pending.pop(0)
+                    worker.send("train", runs[following].model_dump_json())
+                if done is not None:
+                    yield done, curves

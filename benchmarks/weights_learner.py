@@ -55,7 +55,7 @@ def shape_of(parameters: int) -> Shape:
 
 
 def build_policy(policy: Shape | Path) -> nn.Module:
-    """A random Qwen3, or a saved model, in fp32 as a learner holds it. Raises: OSError, ValueError from transformers."""
+    """A random Qwen3, or a saved model, in fp32 as a learner holds it. Raises: OSError from transformers."""
     attention.register()
     options: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": torch.float32}
     if isinstance(policy, Path):

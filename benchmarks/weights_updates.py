@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from benchmarks.figures import Figure, Figures, Goal, interleave
-from benchmarks.weights_learner import CONTEXT, Learner, Publication, Shape, adapt, build_policy, shape_of, weights_config
+from benchmarks.weights_learner import (
+    CONTEXT,
+    Learner,
+    Publication,
+    Shape,
+    adapt,
+    build_policy,
+    shape_of,
+    weights_config,
+)
 from benchmarks.weights_worker import MODULE
 from benchmarks.workers import ONE_THREAD, Worker, Workers
 from slipstream.configs import RunConfig

@@ -21,16 +21,16 @@ Measure = Callable[..., Record]
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Measure]:
     """Measures a part, whose figures are finite, printed and saved; it leaves no process and no temporary file.
 
-    The measured record has its figures by name too, in `value`.
+    Its options are one string, and others that may have spaces. The record has its figures by name too, in `value`.
     """
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     before, threads = set(psutil.Process().children()), torch.get_num_threads()
 
-    def measure(part: str, *arguments: str) -> Record:
+    def measure(part: str, options: str, *others: str) -> Record:
         file = tmp_path / f"{part}.json"
-        assert command([part, *arguments, "--json", str(file)]) == 0
+        assert command([part, "--json", str(file), *options.split(), *others]) == 0
         record: Record = json.loads(file.read_text(encoding="utf-8"))
         printed = [line[:46].rstrip() for line in capsys.readouterr().out.splitlines()]
         names = [figure["name"] for figure in record["figures"]]

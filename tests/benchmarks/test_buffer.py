@@ -7,7 +7,7 @@ FLEET = "--servers 8 --churn 2 --groups-per-step 8 --steps 10 --step-s 0.02 --gr
 
 
 def test_buffer(measured: Measure) -> None:
-    record = measured("buffer", *BUFFER.split())
+    record = measured("buffer", BUFFER)
     assert with_goals(record) == {
         "group path / bare", "last token to ready at half load, p99", "lease, fifo, 300 / 240 ready",
         "lease, prioritized, 300 / 240 ready", "service's memory, growth",
@@ -19,7 +19,7 @@ def test_buffer(measured: Measure) -> None:
 
 
 def test_fleet(measured: Measure) -> None:
-    record = measured("fleet", *FLEET.split())
+    record = measured("fleet", FLEET)
     assert with_goals(record) == {"work of a server, max/mean", "work of a server after it, max/mean"}
     assert record["value"]["servers"] == 8
     assert record["value"]["work of a server, max/mean"] < 2

@@ -16,7 +16,7 @@ from tests.contract.engines import VLLM_WARNINGS
 
 
 def test_learner_in_turns_with_a_plain_loop(measured: Measure) -> None:
-    record = measured("learner", *"--answers 4 --tokens 64 --token-budget 32 --threads 1 --rounds 1".split())
+    record = measured("learner", "--answers 4 --tokens 64 --token-budget 32 --threads 1 --rounds 1")
     assert with_goals(record) == {"speed by that of the plain loop", "peak memory of the process"}
     assert all(value > 0 for value in record["value"].values())
     assert record["value"].keys() > {OURS, LEAN, PLAIN}
@@ -24,15 +24,15 @@ def test_learner_in_turns_with_a_plain_loop(measured: Measure) -> None:
 
 def test_length_of_two_ranks_draws(measured: Measure, tmp_path: Path) -> None:
     plots = [tmp_path / "length.png", tmp_path / "ranks.png"]
-    arguments = ["--lengths", "64", "--tokens", "256", "--ranks", "2"]
-    record = measured("length", *arguments, "--plot", str(plots[0]), "--plot-ranks", str(plots[1]))
+    drawn = ["--plot", str(plots[0]), "--plot-ranks", str(plots[1])]
+    record = measured("length", "--lengths 64 --tokens 256 --ranks 2", *drawn)
     assert record["value"]["2 ranks, answers of 64"] > 0
     assert record["details"]["steps"][0]["figures"]["actions"] == 4 * 63
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
 
 
 def test_fit_computes_memory_near_the_measured_peak(measured: Measure) -> None:
-    record = measured("fit", "--cases", "none", "--tokens", "512")
+    record = measured("fit", "--cases none --tokens 512")
     value = record["value"]
     assert value["peak memory"] > 300  # MB: weights, gradients and AdamW's averages of 26 million parameters are 420
     assert value["computed"] == pytest.approx(value["peak memory"], rel=0.3)
@@ -43,12 +43,12 @@ def test_fit_computes_memory_near_the_measured_peak(measured: Measure) -> None:
 
 def test_fit_of_a_published_shape_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--cases Qwen3-8B .*CUDA"):
+    with pytest.raises(ConfigError, match=r"--cases Qwen3-8B .*CUDA"):
         command(["fit", "--cases", "none", "Qwen3-8B"])
 
 
 def test_head(measured: Measure) -> None:
-    record = measured("head", *"--actions 64 --vocabulary 512 --hidden 32 --rounds 1".split())
+    record = measured("head", "--actions 64 --vocabulary 512 --hidden 32 --rounds 1")
     assert with_goals(record) == {"time by that of all logits"}
     assert record["value"].keys() > {"all logits", "kept", "computed again"}
 
@@ -56,7 +56,7 @@ def test_head(measured: Measure) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
 @VLLM_WARNINGS
 def test_replay_lowers_the_mismatch_of_experts(measured: Measure) -> None:
-    record = measured("experts", *"--layers 2 --experts 8 --per-token 2 --prompts 2 --tokens 32".split())
+    record = measured("experts", "--layers 2 --experts 8 --per-token 2 --prompts 2 --tokens 32")
     value = record["value"]
     assert value["actions"] == 2 * 8 * 32
     for dtype in ("float32", "bfloat16"):

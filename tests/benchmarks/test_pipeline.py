@@ -13,14 +13,12 @@ from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from tests.benchmarks.conftest import Measure, with_goals
 
-DEMO_CHANGES = [
-    "learner.steps=12", "learner.groups_per_step=4", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null",
-]  # fmt: skip
+DEMO_CHANGES = "learner.steps=12 learner.groups_per_step=4 rollout.engine.name=hf rollout.engine.kv_cache_bytes=null"
 PIPELINE = "--steps 2 --groups-per-step 1 --lengths log-normal --staleness 1 --engine hf"
 
 
 def test_demo_without_trl(measured: Measure) -> None:
-    value = measured("demo", "--rounds", "1", "--set", *DEMO_CHANGES)["value"]
+    value = measured("demo", f"--rounds 1 --set {DEMO_CHANGES}")["value"]
     processes = {"redis", "buffer", "rollout", "learner"}
     assert value.keys() == {"slipstream: a step", "score at the end, mean", "CPU time of a step"} | processes
     assert value["slipstream: a step"] > 0
@@ -43,7 +41,7 @@ def test_trl_has_the_demos_tasks_and_settings() -> None:
 
 
 def test_pipeline(measured: Measure) -> None:
-    record = measured("pipeline", *PIPELINE.split())
+    record = measured("pipeline", PIPELINE)
     assert with_goals(record) == {"of the limit, log-normal, 1"}
     ((synchronous,), (stale,)) = record["details"]["log-normal"].values()
     assert synchronous["staleness"] == 0

@@ -37,12 +37,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 STEPS = 60
 
 
-def test_correction_learns_from_stale_data_clipping_does_not(
-    measured: Measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_correction_learns_from_stale_data_clipping_does_not(measured: Measure, tmp_path: Path) -> None:
     plot = tmp_path / "staleness.png"
-    arguments = ["--lags", "16", "--seeds", "1", "--steps", str(STEPS), "--jobs", "1", "--plot", str(plot)]
-    record = measured("staleness", *arguments, "--objectives", "decoupled", "behaviour-clipped")
+    options = f"--lags 16 --seeds 1 --steps {STEPS} --jobs 1 --objectives decoupled behaviour-clipped"
+    record = measured("staleness", options, "--plot", str(plot))
     value = record["value"]
     assert value["decoupled, k = 16, area"] > value["behaviour-clipped, k = 16, area"]
     assert value["decoupled, k = 16, end"] > value["behaviour-clipped, k = 16, end"] + 0.06
@@ -61,7 +59,7 @@ def test_unknown_objective_is_refused() -> None:
 
 def test_signal_ends_all_processes(tmp_path: Path) -> None:
     """The signal comes while the first run is trained: it would take hours."""
-    arguments = ["--lags", "0", "--seeds", "2", "--steps", "100000", "--jobs", "1", "--objectives", "decoupled"]
+    options = "--lags 0 --seeds 2 --steps 100000 --jobs 1 --objectives decoupled"
     before = set(psutil.Process().children())
 
     def interrupt() -> None:
@@ -75,7 +73,7 @@ def test_signal_ends_all_processes(tmp_path: Path) -> None:
     user.start()
     try:
         with pytest.raises(Stopped, match="SIGINT"):
-            command(["staleness", *arguments, "--json", str(tmp_path / "out.json")])
+            command(["staleness", *options.split(), "--json", str(tmp_path / "out.json")])
     finally:
         ended.set()
         user.join()

@@ -25,12 +25,17 @@ SMALL = "--size-mb 1 --rounds 1 --servers 2 1 --policies tiny --engine hf --seco
 
 def test_weights(measured: Measure) -> None:
     segments = set(SHARED_MEMORY.iterdir())
-    record = measured("weights", *SMALL.split())
+    record = measured("weights", SMALL)
     assert with_goals(record) == {
         "shm / memory copy", "gloo / bare gloo", "learner's CPU, shm, 2 / 1 servers",
         "learner's CPU, stream, 2 / 1 servers", "hf, tiny: tokens/s with / without",
     }  # fmt: skip
-    for name in ("gloo, whole version", "shm, whole version", "file, 1% changed", "generation stands still, each update"):
+    for name in (
+        "gloo, whole version",
+        "shm, whole version",
+        "file, 1% changed",
+        "generation stands still, each update",
+    ):
         assert record["value"][name] > 0
     transfers = record["details"]["transfers"]
     assert transfers["stream 0.01: bytes"][0] < transfers["size"] / 10

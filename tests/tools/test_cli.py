@@ -12,11 +12,10 @@ from subprocess import PIPE, Popen
 import pytest
 
 from slipstream.tools import cli
-from benchmarks.__main__ import PARTS
 from tests.tools.run_command import DEADLINE_S, DEMO, command, slipstream
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
-GROUPS = {"slipstream": cli.COMMANDS, "slipstream bench": PARTS, "slipstream ledger": cli.LEDGER_COMMANDS}
+GROUPS = {"slipstream": cli.COMMANDS, "slipstream ledger": cli.LEDGER_COMMANDS}
 
 
 @pytest.mark.parametrize("prog", GROUPS)
@@ -37,16 +36,6 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["ledger", "burn"])
     assert "'burn'" in capsys.readouterr().err
-
-
-def test_bench_without_a_checkout_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "bench", ("slipstream.tools.not_installed.cli:command", "measure"))
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "buffer"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "checkout" in line
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
