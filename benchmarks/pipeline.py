@@ -101,7 +101,7 @@ def run_config(
         learner={
             "steps": WARM_UP_STEPS + steps,
             "groups_per_step": groups_per_step,
-            "optimizer": {"lr": 1e-6},
+            "optimizer": {"lr": 1e-6, "warmup_steps": 0},
             "checkpoint": {"every_steps": 1_000_000},
         },
         weights={"verify": True},

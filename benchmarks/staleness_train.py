@@ -21,6 +21,7 @@ from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.models import initial_model
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.env.registry import build_env
@@ -29,7 +30,8 @@ from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.assemble import build_trainer
 from slipstream.learner.trainers.step import Trainer
-from slipstream.rewards.compose import score_plain, weighted
+from slipstream.rewards.base import Failure, Score
+from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.base import Prompt
@@ -145,11 +147,15 @@ class Sampler:
         task = self._env.task("train", index)
         texts = self._text.decode([answer.token_ids for answer in answers])
         episodes = [answered(task, Prompt(prompt), answer, text) for answer, text in zip(answers, texts, strict=True)]
-        scores = score_plain(list(self._rewards.values()), [episode.view for episode in episodes])
         trajectories = []
         for number, episode in enumerate(episodes):
-            own = {name: column[number] for name, column in scores.items()}
-            result = weighted(own, self._config.rewards)
+            scores: dict[str, Score] = {}
+            for reward in self._rewards.values():
+                (found,) = reward.run([episode.view])
+                if isinstance(found, Failure):
+                    raise SlipstreamError(str(found))
+                scores[reward.name] = found
+            result = weighted(scores, self._config.rewards)
             trajectories += episode.trajectories(reward=result.reward, scores=result.scores, episode=number)
         return Group(id=name, kind=TRAIN, epoch=epoch, indices=[index], trajectories=trajectories)
 

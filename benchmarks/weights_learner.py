@@ -146,7 +146,7 @@ class Learner:
         self.publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
         self._taker = SnapshotTaker(
             policy,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=getattr(torch, config.model.dtype_here),
             bucket_bytes=config.weights.bucket_bytes,
             device=device if self.publisher.on_device else torch.device("cpu"),
             segments=config.run.name if self.publisher.offers("shm") else None,

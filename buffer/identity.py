@@ -1,13 +1,15 @@
 """Checks that servers and learners belong to the run and share its settings.
 
 The identity of a run (seed, tasks, rewards, tokenizer, model) is fixed in Redis by the first process that reports it;
-later processes must match. Other shared settings are compared with the buffer's present configuration.
+later processes must match. Other shared settings are compared with the buffer's present configuration; those that
+depend on a host, and which the buffer therefore lacks, with the processes that are there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from slipstream.buffer.wire.messages import LearnerHello, ServerHello
 from slipstream.configs import RunConfig
+from slipstream.configs.agreement import PRECISION
 from slipstream.configs.runtime.errors import ConfigError
 
 _TASKS = "env.options and the files that the env reads"
@@ -22,6 +24,12 @@ SERVER_IDENTITY_KEYS = {
     "model.revision, model.build)",
 }
 """Fields of the identity that a server reports: name in Redis, and its description with the keys that set it."""
+
+_HOST_REMEDIES = {
+    PRECISION: f"set {PRECISION} in the configuration of all processes instead of auto, or restart the other one with "
+    "this one's"
+}
+_SAME_CODE = "give all servers the same files, and restart those that have others"
 
 
 def config_identity(config: RunConfig) -> dict[str, str]:
@@ -66,6 +74,28 @@ def identity_change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | 
     """The first difference from the run's fixed identity, with a remedy; None if there is none."""
     found = find_difference(mine, fixed, "since the run began")
     return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
+
+
+def host_difference(
+    theirs: Mapping[str, str], own: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
+) -> str | None:
+    """The first setting that the buffer lacks and in which a process differs from another one, with a remedy, or None.
+
+    Args:
+        own: the buffer's settings, of which it has no value that depends on the host.
+        others: name and settings of the run's other processes, which agree with each other.
+    """
+    pending = {name: value for name, value in theirs.items() if name not in own}
+    for where, settings in others:
+        for name in pending.keys() & settings.keys():
+            if settings[name] != pending.pop(name):
+                return (
+                    f"{name} is {theirs[name]!r}, but {settings[name]!r} with {where}, which joined before; "
+                    f"{_HOST_REMEDIES.get(name, _SAME_CODE)}"
+                )
+        if not pending:
+            break
+    return None
 
 
 def settings_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> str | None:

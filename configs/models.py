@@ -78,6 +78,7 @@ def model_folder(key: str, path: Path, revision: str | None = None) -> Path:
         if (path / "config.json").is_file():
             if revision is not None:
                 raise ConfigError(f"model.revision={revision} is for a model of a hub, but {key}={path} is a folder")
+            _config(path)
             return path
         is_folder = path.exists() or path.is_absolute() or len(path.parts) != 2
     except OSError as error:  # another user's folder, or a name that is too long
@@ -195,8 +196,16 @@ def has_latent_attention(model: Path) -> bool:
 
 
 def _config(model: Path) -> dict[str, Any]:
+    """The content of config.json; empty if there is none. Raises: ConfigError for a damaged one."""
     file = model / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding, too
+        raise ConfigError(f"{file} is damaged: {error}; copy the model again") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is damaged: it holds no JSON object; copy the model again")
     return config
 
 

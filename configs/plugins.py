@@ -1,11 +1,15 @@
 """Plug-ins by name: built in, installed as an entry point, or `module:attribute`."""
 
+import ast
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
@@ -94,6 +98,33 @@ def find_function(
         given = ", ".join(options) or "none"
         raise ConfigError(f"{kind} {name!r} can't be called with its options ({given}): {error}") from None
     return partial(function, **options)
+
+
+def code_fingerprint(module: str) -> str:
+    """Hash of a module's source without comments and layout, of all files of a package; empty without source.
+
+    Modules that it imports from elsewhere are not part of it.
+    """
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):  # ValueError: a module that other code has made
+        spec = None
+    file = Path((spec and spec.origin) or "")
+    if file.suffix != ".py" or not file.is_file():
+        return ""
+    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    digest = hashlib.sha256()
+    for each in files:
+        digest.update(f"{each.relative_to(file.parent)}\n{_code(each)}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
+def _code(file: Path) -> str:
+    source = file.read_bytes()
+    try:
+        return ast.unparse(ast.parse(source))
+    except (SyntaxError, ValueError):  # a file of the package that nobody imports; ValueError: null bytes
+        return hashlib.sha256(source).hexdigest()
 
 
 def _import(kind: str, name: str) -> Any:

@@ -29,6 +29,18 @@ _CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CHATML_TOOLS: Final = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] + '\n' }}{% set messages = messages[1:] %}{% endif %}"
+    "{{ '<tools>\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    '{{ \'</tools>\n<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call><|im_end|>\n\' }}{% endif %}'
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>\n' }}"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with tools, in Hermes' format of calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +77,9 @@ TEXT = TinyModel(
     context=2048,
     rope_theta=1000.0,
     tied=True,
-    chat_template=_CHATML,
+    chat_template=CHATML_TOOLS,
 )
-"""Printable ASCII, and a chat template of ChatML."""
+"""Printable ASCII, and a chat template of ChatML with tools."""
 
 _VISION_TOKENS: Final = {
     "vision_start_token_id": "<|vision_start|>",

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
+from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
 from slipstream.env.adapters.gymnasium import Gymnasium
 from slipstream.env.adapters.openenv import OpenEnv
@@ -60,6 +60,20 @@ _METHODS = ("size", "task", "fingerprint")
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
+def env_factory(name: str) -> Callable[..., Any]:
+    """The class or function that makes an env. Raises: ConfigError when there is none."""
+    factory = find_plugin("env", name, BUILT_IN)
+    if not callable(factory):
+        raise ConfigError(f"env {name!r} is a {type(factory).__name__}; name a class or function that makes an Env")
+    found: Callable[..., Any] = factory
+    return found
+
+
+def check_env_options(config: EnvConfig) -> None:
+    """Checks name and options of an env, which is not made. Raises: ConfigError."""
+    _check_options("env", config.name, env_factory(config.name), config.options)
+
+
 def build_env(config: EnvConfig) -> Env:
     """The env `config.name`, made with `config.options`, with `config.tools`.
 
@@ -67,11 +81,7 @@ def build_env(config: EnvConfig) -> Env:
         than `MOST_TASKS` tasks, or without a fingerprint of its tasks, for tools that can't be used, and for whatever
         factory and env raise.
     """
-    factory = find_plugin("env", config.name, BUILT_IN)
-    if not callable(factory):
-        raise ConfigError(
-            f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
-        )
+    factory = env_factory(config.name)
     env: Env = _made("env", config.name, factory, config.options)
     missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
     if missing:
@@ -83,6 +93,11 @@ def build_env(config: EnvConfig) -> Env:
         for split in _SPLITS:
             _check_size(config, split, env.size(split))
         _check_fingerprint(config, env.fingerprint())
+    return add_tools(env, config)
+
+
+def add_tools(env: Env, config: EnvConfig) -> Env:
+    """The env with the tools `config.tools`. Raises: ConfigError for tools that can't be used."""
     if not config.tools:
         return env
     if has_sessions(env):
@@ -164,14 +179,17 @@ def _check_options(kind: str, name: str, factory: Any, options: Mapping[str, Any
         signature = inspect.signature(factory)
     except ValueError:  # some built-in callables have none; the call itself decides
         return
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    known = [option for option, each in signature.parameters.items() if each.kind not in variadic]
+    accepts = f"it accepts {', '.join(known) or 'no options'}"
+    if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        # First of all: a misspelt option may be the one that seems to be missing.
+        unknown = [
+            f"there is no option {option!r}{suggest(option, known)}" for option in options if option not in known
+        ]
+        if unknown:
+            raise ConfigError(f"{_OPTIONS[kind]} of {name!r}: {', '.join(unknown)}; {accepts}")
     try:
         signature.bind(**options)
     except TypeError as error:
-        by_name = [
-            name
-            for name, each in signature.parameters.items()
-            if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        ]
-        raise ConfigError(
-            f"{_OPTIONS[kind]} of {name!r}: {error}; it accepts {', '.join(by_name) or 'no options'}"
-        ) from None
+        raise ConfigError(f"{_OPTIONS[kind]} of {name!r}: {error}; {accepts}") from None

@@ -17,6 +17,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
 from slipstream.configs.runtime.signals import GracefulStop, heavy_imports
+from slipstream.configs.runtime.temporary import mark_torchrun_folder, remove_leftovers
 
 log = get_log("learner.process")
 
@@ -45,6 +46,8 @@ def main() -> None:
             raise_malloc_thresholds()
             raise_open_file_limit()
             use_loopback_interface(config.weights.bind)
+            mark_torchrun_folder()
+            remove_leftovers()
             signals = GracefulStop()
             signals.install()
             training = partial(train, config, signals, started=started, undo_steps=arguments.undo_steps)

@@ -8,11 +8,16 @@ A reward is one of these functions, plain or `async`, and returns a number or a 
 
     @group_reward
     def ranked(episodes: Sequence[Episode]) -> Sequence[float]: ...     # all answers to one task at once
+
+A group reward may return an exception in place of a score: it costs that episode only. A reward that limits its own
+time has an attribute `worst_case_s`, the seconds of one call; it is used instead of `scoring.deadline_s`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
+
+import msgspec
 
 from slipstream.configs.runtime.errors import SlipstreamError
 
@@ -152,17 +157,21 @@ class RewardUnavailable(SlipstreamError):
     """A judge, a sandbox or a model that a reward needs does not work. Never a score of 0."""
 
 
-class RewardFailed(SlipstreamError):
-    """A group can't be scored; it is dropped and counted.
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """In place of a score: an episode that a reward could not score.
 
     Attributes:
-        reason: a reward raised or returned no finite number (`reward_error`), lacked what it needs
-            (`reward_unavailable`), exceeded its deadline (`reward_timeout`) or ended its worker process
-            (`reward_crash`); or no worker was free in time (`scoring_timeout`).
+        reason: the reward raised or returned no finite number (`reward_error`), lacked what it needs
+            (`reward_unavailable`), exceeded its limit of time (`reward_timeout`) or ended its worker process
+            (`reward_crash`); or it was not scored when the ticket's time was over (`scoring_timeout`).
         detail: the reward's name and the error.
     """
 
-    def __init__(self, reason: FailureReason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason: FailureReason = reason
-        self.detail = detail
+    reason: FailureReason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+Result = Score | Failure

@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -11,15 +10,30 @@ from typing import Any, Literal
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable, Score
+from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
 
-LARGEST_SCORE = 1e15
-"""Sums of squares of larger ones are infinite in the float32 of the learner, which would skip every update."""
+LARGEST_SCORE = 1e8
+"""The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 
 Takes = Literal["answer", "episode", "group"]
-Scores = dict[str, list[Score]]
-"""By reward name, one score for each episode."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a reward: with one episode of a group, or with all of them.
+
+    Attributes:
+        name: of the reward.
+        indices: of the episodes.
+    """
+
+    name: str
+    indices: tuple[int, ...]
+
+    def failed(self, reason: FailureReason, detail: str) -> list[Result]:
+        """The results when the call did not return."""
+        return [Failure(reason, detail)] * len(self.indices)
 
 
 @dataclass(frozen=True)
@@ -29,61 +43,101 @@ class Reward:
     Attributes:
         takes: `answer` (answer, reference, info), `episode` (one Episode) or `group` (all Episodes).
         is_async: whether its result must be awaited.
+        deadline_s: `scoring.deadline_s`.
     """
 
     name: str
     function: Callable[..., Any]
     takes: Takes
     is_async: bool
+    deadline_s: float = math.inf
 
-    def score(self, episodes: Sequence[Episode]) -> list[Score]:
-        """One score for each episode, by a plain function. Raises: RewardFailed."""
-        with self._errors():
-            if self.takes == "group":
-                return _checked_group(self.function(list(episodes)), episodes)
-            return [_checked(self._call(episode), episode) for episode in episodes]
+    @property
+    def worst_case_s(self) -> float | None:
+        """Seconds after which a call ends by the reward's own limits, without the wait for its turn; None without."""
+        return getattr(self.function, "worst_case_s", None)
 
-    async def score_async(self, episodes: Sequence[Episode]) -> list[Score]:
-        """One score for each episode, concurrently, by an async function. Raises: RewardFailed."""
+    @property
+    def uses_threads(self) -> bool:
+        """True if a call that has hit its limit may go on in a thread."""
+        return getattr(self.function, "uses_threads", False) is True
+
+    def limit_s(self, episodes: int) -> float:
+        """Time of one call with so many episodes.
+
+        An async reward with limits of its own has no other: in its time it may wait for a sandbox or an endpoint.
+        """
+        if self.is_async and self.worst_case_s is not None:
+            return math.inf
+        deadline_s = self.deadline_s * (episodes if self.takes == "group" else 1)
+        return max(deadline_s, self.worst_case_s or 0.0)
+
+    def calls(self, episodes: int) -> list[Call]:
+        """The calls for a group of so many episodes."""
         if self.takes == "group":
-            with self._errors():
-                return _checked_group(await self.function(list(episodes)), episodes)
-        return await run_all([self._score_one(episode) for episode in episodes])
+            return [Call(self.name, tuple(range(episodes)))]
+        return [Call(self.name, (index,)) for index in range(episodes)]
 
-    async def _score_one(self, episode: Episode) -> Score:
-        with self._errors():
-            return _checked(await self._call(episode), episode)
+    def run(self, episodes: Sequence[Episode]) -> list[Result]:
+        """The results of one call of a plain function, one for each episode."""
+        try:
+            return self._checked(self._call(episodes), episodes)
+        except BaseException as error:  # noqa: BLE001  (user code may raise anything: a SystemExit, a panic of Rust)
+            return self._failed(error, episodes)
 
-    def _call(self, episode: Episode) -> Any:
+    async def run_async(self, episodes: Sequence[Episode]) -> list[Result]:
+        """The results of one call of an async function, one for each episode."""
+        limit_s = self.limit_s(len(episodes))
+        try:
+            async with asyncio.timeout(None if math.isinf(limit_s) else limit_s) as limit:
+                return self._checked(await self._call(episodes), episodes)
+        except BaseException as error:
+            # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            if isinstance(error, TimeoutError) and limit.expired():
+                return [self.late(limit_s)] * len(episodes)
+            return self._failed(error, episodes)
+
+    def late(self, limit_s: float) -> Failure:
+        """The result of a call that did not return within its limit."""
+        return Failure("reward_timeout", f"{self.name}: no score within {limit_s:g} s; see scoring.deadline_s")
+
+    def _call(self, episodes: Sequence[Episode]) -> Any:
+        if self.takes == "group":
+            return self.function(list(episodes))
+        (episode,) = episodes
         if self.takes == "episode":
             return self.function(episode)
         return self.function(episode.answer, episode.reference, episode.info)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _checked(self, result: object, episodes: Sequence[Episode]) -> list[Result]:
+        """Raises: TypeError or ValueError for what can't be trained on."""
+        if self.takes != "group":
+            return [_checked(result, episodes[0])]
+        if not isinstance(result, Sequence) or len(result) != len(episodes):
+            raise TypeError(f"returned {repr(result)[:100]}, which is no sequence of {len(episodes)} scores")
+        return [self._checked_one(each, episode) for each, episode in zip(result, episodes, strict=True)]
+
+    def _checked_one(self, result: object, episode: Episode) -> Result:
+        """One of a group's: an error in place of a score costs that episode alone."""
+        if isinstance(result, Failure):
+            return result
         try:
-            yield
-        except RewardFailed:  # of another reward, which this one has called
-            raise
-        except BaseException as error:  # user code may raise anything, such as a SystemExit or a panic of Rust
-            # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            lacks = isinstance(error, RewardUnavailable | SandboxUnavailable)
-            detail = f"{self.name}: {format_error(error)}"[:_LONGEST_DETAIL]
-            raise RewardFailed("reward_unavailable" if lacks else "reward_error", detail) from error
+            if isinstance(result, Exception):
+                raise result
+            return _checked(result, episode)
+        except Exception as error:  # noqa: BLE001  (whichever the reward has chosen)
+            return self._failure(error)
 
+    def _failed(self, error: BaseException, episodes: Sequence[Episode]) -> list[Result]:
+        return [self._failure(error)] * len(episodes)
 
-def score_plain(rewards: Sequence[Reward], episodes: Sequence[Episode]) -> Scores:
-    """The scores of those rewards that need no event loop. Raises: RewardFailed."""
-    return {reward.name: reward.score(episodes) for reward in rewards if not reward.is_async}
-
-
-async def score_async(rewards: Sequence[Reward], episodes: Sequence[Episode]) -> Scores:
-    """The scores of the async rewards, all at once. Raises: RewardFailed."""
-    chosen = [reward for reward in rewards if reward.is_async]
-    columns = await run_all([reward.score_async(episodes) for reward in chosen])
-    return {reward.name: column for reward, column in zip(chosen, columns, strict=True)}
+    def _failure(self, error: BaseException) -> Failure:
+        lacks = isinstance(error, RewardUnavailable | SandboxUnavailable)
+        detail = f"{self.name}: {format_error(error)}"[:_LONGEST_DETAIL]
+        # Errors of user code may contain lone surrogates.
+        return Failure("reward_unavailable" if lacks else "reward_error", detail.encode(errors="replace").decode())
 
 
 @dataclass(frozen=True)
@@ -115,20 +169,14 @@ def weighted(scores: Mapping[str, Score], terms: Sequence[RewardConfig]) -> Epis
     )
 
 
-async def run_all(calls: Sequence[Any]) -> list[Any]:
-    """Results of coroutines that run at once. Raises: the first RewardFailed; the others are cancelled then."""
+async def run_all(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results of coroutines that run at once. Raises: the first error; the others are cancelled then."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
-
-
-def _checked_group(results: object, episodes: Sequence[Episode]) -> list[Score]:
-    if not isinstance(results, Sequence) or len(results) != len(episodes):
-        raise TypeError(f"returned {repr(results)[:100]}, which is no sequence of {len(episodes)} scores")
-    return [_checked(result, episode) for result, episode in zip(results, episodes, strict=True)]
 
 
 def _checked(result: object, episode: Episode) -> Score:
@@ -157,8 +205,5 @@ def checked_number(value: object) -> float:
 
 
 def _is_cancelled() -> bool:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs here
-        return False
+    task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,17 +1,23 @@
 """HTTP endpoints of rewards: retries with backoff, limits of concurrency and rate."""
 
 import asyncio
+import math
+import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.rewards.base import RewardUnavailable
 
+Value = TypeVar("Value")
+
 _LONGEST_BACKOFF_S: Final = 30.0
+_SPREAD: Final = 1.5
+"""Longest pause, as a multiple of the shortest: requests that failed together are not repeated together."""
 _RETRIED: Final = frozenset({408, 409, 429})  # and 5xx
 
 
@@ -29,7 +35,7 @@ class Endpoint:
         concurrency: int,
         per_minute: float | None = None,
     ) -> None:
-        """A request has `timeout_s`; after the n-th failure there is a pause of `backoff_s` times 2^(n-1)."""
+        """A try has `timeout_s`; after the n-th failure there is a pause of at least `backoff_s` times 2^(n-1)."""
         self.url = url.rstrip("/")
         self._headers = dict(headers or {})
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
@@ -38,8 +44,18 @@ class Endpoint:
         self._next_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def worst_case_s(self) -> float:
+        """Seconds of all tries and pauses of a request, without the wait for its turn."""
+        pauses_s = (min(_LONGEST_BACKOFF_S, self._backoff_s * 2.0**attempt) for attempt in range(self._retries))
+        return (self._retries + 1) * self._timeout_s + _SPREAD * math.fsum(pauses_s)
+
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The reply's JSON.
+        """The reply's JSON. Raises: as `ask` does."""
+        return await self.ask(path, body, lambda reply: reply)
+
+    async def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Value]) -> Value:
+        """What `read` finds in the reply's JSON; a ValueError of it counts as a failure.
 
         Raises: RewardUnavailable when the endpoint refuses the request, or all tries have failed.
         """
@@ -48,17 +64,20 @@ class Endpoint:
                 await self._wait_for_rate()
                 pause_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2**attempt)
                 try:
-                    reply = await client.post(self.url + path, json=body)
+                    async with asyncio.timeout(self._timeout_s):  # httpx limits single reads
+                        reply = await client.post(self.url + path, json=body)
                     if reply.is_success:
-                        return reply.json()
+                        return read(reply.json())
                     why = f"HTTP {reply.status_code}: {reply.text[:200]}"
                     if reply.status_code < 500 and reply.status_code not in _RETRIED:
                         break
                     pause_s = max(pause_s, _retry_after_s(reply))
+                except TimeoutError:
+                    why = f"no reply within {self._timeout_s:g} s"
                 except (httpx.HTTPError, ValueError) as error:  # ValueError: no JSON
                     why = format_error(error)
                 if attempt < self._retries:
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(pause_s * random.uniform(1.0, _SPREAD))
         raise RewardUnavailable(f"{self.url}{path}: {why}")
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
 """Finds rewards by name, builds those with options, and determines how each is called by its signature."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -35,8 +36,11 @@ _WANTED: Final = (
 _ARGUMENTS: dict[Takes, tuple[object, ...]] = {"answer": ("", "", {}), "episode": (None,), "group": ([],)}
 
 
-def find_reward(term: RewardConfig) -> Reward:
+def find_reward(term: RewardConfig, *, deadline_s: float = math.inf) -> Reward:
     """The reward of a term. A class with `__call__` is instantiated with the term's options.
+
+    Args:
+        deadline_s: time of a call. A reward that calls others is given it by its method `set_deadline`.
 
     Raises: ConfigError if there is none, if its options are wrong, or if it is not of one of the kinds in
         `rewards.base`.
@@ -51,10 +55,12 @@ def find_reward(term: RewardConfig) -> Reward:
         kind = "class" if inspect.isclass(found) else type(found).__name__
         raise ConfigError(f"reward {term.name!r} is a {kind}, not {_WANTED}")
     is_async = any(map(inspect.iscoroutinefunction, (found, getattr(found, "__call__", None))))  # noqa: B004
-    return Reward(term.name, found, _takes(term.name, found), is_async)
+    if hasattr(found, "set_deadline"):
+        found.set_deadline(deadline_s)
+    return Reward(term.name, found, _takes(term.name, found), is_async, deadline_s)
 
 
-def find_rewards(terms: Sequence[RewardConfig]) -> dict[str, Reward]:
+def find_rewards(terms: Sequence[RewardConfig], *, deadline_s: float = math.inf) -> dict[str, Reward]:
     """The reward of every term by its name.
 
     Raises: ConfigError with one problem for each term that can't be used.
@@ -63,7 +69,7 @@ def find_rewards(terms: Sequence[RewardConfig]) -> dict[str, Reward]:
     problems: list[str] = []
     for term in terms:
         try:
-            found[term.name] = find_reward(term)
+            found[term.name] = find_reward(term, deadline_s=deadline_s)
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:

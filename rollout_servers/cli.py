@@ -5,14 +5,13 @@ Imports stand inside the functions: before `main` has set the handler, Ctrl-C wo
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, restore_default_sigint
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
-    from slipstream.configs.schema.buffer import Filter
 
 GC_OBJECTS = 50_000
 """New objects, less freed ones, after which Python looks for cycles among them."""
@@ -31,8 +30,11 @@ def main() -> None:
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.network import use_loopback_interface
+    from slipstream.configs.runtime.passwords import drop_learners_secrets
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+    from slipstream.configs.runtime.temporary import own_temporary_folder, remove_leftovers
 
+    drop_learners_secrets()  # envs, tools and rewards must not see them
     config = parse_run_arguments("Run one rollout server.")
     # Before torch is imported: its threads would spin on the cores that the engine needs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,8 +48,11 @@ def main() -> None:
     gc.set_threshold(GC_OBJECTS)
     raise_open_file_limit()
     use_loopback_interface(config.weights.bind)
+    if removed := remove_leftovers():
+        get_log("rollout.cli").info("temporary files of dead processes removed", folders=len(removed))
     try:
-        sys.exit(uvloop.run(serve(config, name)))
+        with own_temporary_folder():
+            sys.exit(uvloop.run(serve(config, name)))
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("rollout.cli").error("rollout server failed", error=problem)
@@ -90,10 +95,12 @@ async def _serve(config: "RunConfig", name: str) -> None:
 
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.models import initial_model
+    from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.env.base import has_sessions, offers_tools
     from slipstream.env.registry import build_env
     from slipstream.rewards.scorer import Scorer
+    from slipstream.rollout_servers.env_check import env_problems
 
     log = get_log("rollout.cli")
     # Names and keys are checked first: the engine's start takes many seconds.
@@ -101,9 +108,11 @@ async def _serve(config: "RunConfig", name: str) -> None:
         client_keys(config.security, ROLLOUT, service=service)
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
-        _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))
+        if problems := env_problems(config, env):
+            raise ConfigError(problems)
         scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
+        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         with heavy_imports():
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine
@@ -138,19 +147,6 @@ async def _serve(config: "RunConfig", name: str) -> None:
             await RolloutServer(config, name, player, engine).run()
         finally:
             await engine.close()
-
-
-def _require_env_score(filters: "Sequence[Filter]", env: str, has_sessions: bool) -> None:
-    """Raises: ConfigError if a filter judges the score of sessions, and the env has none: it would drop every group."""
-    from slipstream.configs.runtime.errors import ConfigError
-    from slipstream.configs.schema.run import ENV_SCORE
-
-    judged = [chosen.score for chosen in filters if chosen.name == "dynamic_sampling"]
-    if ENV_SCORE in judged and not has_sessions:
-        raise ConfigError(
-            f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {env!r} has no "
-            "sessions; name a reward term"
-        )
 
 
 def engine_seeds(run_seed: int, server: str) -> Iterator[int]:

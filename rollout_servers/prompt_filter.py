@@ -3,15 +3,18 @@
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.env.base import Env, Session, SessionEnv, Split, Task, has_sessions
+from slipstream.env.base import Env, Observation, Session, SessionEnv, Split, Task, has_sessions
 from slipstream.env.images import has_images, separate_images
+from slipstream.env.tools.session import ToolEnv
 from slipstream.rollout_servers.images import ImagePlaceholders
+from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 log = get_log("rollout.prompt_filter")
@@ -24,7 +27,8 @@ _SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
 def without_long_prompts(env: Env, tokenizer: Tokenizer, config: RolloutConfig) -> Env:
     """The env without the tasks whose prompts leave no room for `rollout.sampling.max_tokens`.
 
-    All tasks are read. Of a session only the task's prompt counts, without what the session adds to it.
+    All tasks are read. Of a session the task's prompt counts with the tools of `env.tools`, without what the session
+    adds otherwise.
 
     Raises: ConfigError if the env has too many tasks to read, or if no train task is left.
     """
@@ -35,7 +39,7 @@ def without_long_prompts(env: Env, tokenizer: Tokenizer, config: RolloutConfig) 
             f"rollout.skip_long_prompts reads all tasks, and the env has {sum(sizes.values())}, more than "
             f"{_MOST_TASKS}; unset it: tasks with prompts that are too long are dropped and counted as they come"
         )
-    lengths = _Lengths(tokenizer, limit)
+    lengths = _Lengths(ChatFormat.of(tokenizer, config.episode), limit)
     kept = {split: array("q", (i for i in range(sizes[split]) if lengths.fits(env, split, i))) for split in _SPLITS}
     left_out = {split: sizes[split] - len(kept[split]) for split in _SPLITS}
     log.info("prompts that are too long left out", **left_out, train_kept=len(kept["train"]), limit=limit)
@@ -88,9 +92,9 @@ class ShortPromptsWithSessions(ShortPrompts):
 class _Lengths:
     """Compares prompts with the limit. Few are tokenized: a text has at most as many tokens as bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
-        self._tokenizer = tokenizer
-        self._placeholders = ImagePlaceholders.of(tokenizer.model)
+    def __init__(self, format: ChatFormat, limit: int) -> None:
+        self._format = format
+        self._placeholders = ImagePlaceholders.of(format.tokenizer.model)
         self._limit = limit
         self._templates: dict[tuple[Any, ...], int] = {}
 
@@ -98,28 +102,33 @@ class _Lengths:
         """True if the prompt has at most `limit` tokens. True where it fails: that is counted when it is played."""
         try:
             task = env.task(split, index)
-            prompt = task.prompt
-            if self._placeholders is not None and (task.images or has_images(prompt)):
-                prompt, images = separate_images(prompt, task.images)
-                tokens, _ = self._placeholders.expand(self._tokenizer.encode(prompt), images)
+            opening = env.opening(task) if isinstance(env, ToolEnv) else Observation(task.prompt)
+            if self._placeholders is not None and (task.images or has_images(opening.messages)):
+                messages, images = separate_images(opening.messages, task.images)
+                tokens, _ = self._placeholders.expand(self._tokens(replace(opening, messages=messages)), images)
                 return len(tokens) <= self._limit
-            return self._most_tokens(prompt) <= self._limit or len(self._tokenizer.encode(prompt)) <= self._limit
+            return self._most_tokens(opening) <= self._limit or len(self._tokens(opening)) <= self._limit
         except (PromptError, ImageError):
             return True
         except Exception as error:  # noqa: BLE001  (user code may raise anything)
             log.warning("task can't be read", split=split, index=index, error=repr(error)[:200])
             return True
 
-    def _most_tokens(self, prompt: str | Sequence[Mapping[str, Any]]) -> int:
+    def _tokens(self, opening: Observation) -> list[int]:
+        shown = self._format.for_template(opening)
+        return self._format.tokenizer.encode(shown.messages, tools=shown.tools)
+
+    def _most_tokens(self, opening: Observation) -> int:
         """An upper bound of the prompt's tokens."""
-        if isinstance(prompt, str):
-            return len(prompt.encode()) + _MARGIN
-        texts = [message.get("content") for message in prompt]
+        if isinstance(opening.messages, str):
+            return len(opening.messages.encode()) + _MARGIN
+        texts = [message.get("content") for message in opening.messages]
         if not all(isinstance(text, str) for text in texts) or any(
-            message.keys() - {"role", "content"} for message in prompt
+            message.keys() - {"role", "content"} for message in opening.messages
         ):
             return self._limit + 1
-        roles = tuple(message["role"] for message in prompt)
+        roles = tuple(message["role"] for message in opening.messages)
         if roles not in self._templates:
-            self._templates[roles] = len(self._tokenizer.encode([{"role": role, "content": ""} for role in roles]))
+            empty = replace(opening, messages=[{"role": role, "content": ""} for role in roles])
+            self._templates[roles] = len(self._tokens(empty))
         return self._templates[roles] + sum(len(str(text).encode()) + _MARGIN for text in texts)

@@ -1,6 +1,7 @@
 """A rollout server: plays the episodes of its tickets, delivers the groups, follows the learner's weights."""
 
 import asyncio
+import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,19 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import RESEND_S, Outbox
+from slipstream.rollout_servers.plugin_code import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.group import play_group
 from slipstream.rollout_servers.rollouts.player import Player
-from slipstream.rollout_servers.tickets import ConcurrencyLimiter, FailureBackoff, TicketBook
+from slipstream.rollout_servers.tickets import (
+    EXAMINED_TASKS,
+    FIRST_GROUPS,
+    REMEDIES,
+    ConcurrencyLimiter,
+    FailureBackoff,
+    FirstFailures,
+    TicketBook,
+)
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
@@ -86,7 +96,7 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config),
+        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
     )
 
 
@@ -118,6 +128,10 @@ def _refusal(buffer: BufferConfig, answer: m.Refused) -> RefusedError:
     return RefusedError(f"the buffer at {buffer.endpoint} refused: {answer.reason}")
 
 
+class EveryTaskFails(SlipstreamError):
+    """No task of the env can be played with this model and these settings; the message has reason and remedy."""
+
+
 class RolloutServer:
     """Connects one engine's player to the buffer and to the learner."""
 
@@ -135,6 +149,7 @@ class RolloutServer:
         self._tickets = TicketBook()
         self._activity = Activity()
         self._backoff = FailureBackoff()
+        self._first = FirstFailures()
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
         self._limiter = ConcurrencyLimiter(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
@@ -144,7 +159,7 @@ class RolloutServer:
         """Serves until cancelled.
 
         Raises: RefusedError when the buffer refuses this server, DeadlineError when it accepts no messages, EngineError
-        when the engine crashes too often.
+        when the engine crashes too often, EveryTaskFails.
         """
         context = zmq.asyncio.Context()
         try:
@@ -212,17 +227,47 @@ class RolloutServer:
             with self._activity.group():
                 group, tokens = await play_group(self._player, ticket, on_generated=lambda: self._hold.answered(ticket))
         except EpisodeFailed as error:
+            if self._first.record_failure(error.reason):
+                await self._require_playable(error)
             await self._backoff.wait(error.reason)
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
-            self._outbox.fail(
-                m.GroupFailed(id=ticket.id, kind=ticket.kind, reason=error.reason, detail=detail, tokens=error.tokens)
+            failed = m.GroupFailed(
+                id=ticket.id,
+                kind=ticket.kind,
+                reason=error.reason,
+                detail=detail,
+                tokens=error.tokens,
+                lengths=list(error.lengths),
             )
+            self._outbox.fail(failed)
         else:
             self._backoff.record_success()
+            if ticket.kind != m.EVAL:  # of the held-out tasks one may work, and no other
+                self._first.record_success()
             self._activity.tokens += tokens
             self._outbox.deliver(group)
+
+    async def _require_playable(self, failure: EpisodeFailed) -> None:
+        """Plays other train tasks, until one does not fail as the first groups did.
+
+        Raises: EveryTaskFails, EngineError.
+        """
+        size = self._player.env.size("train")
+        others = random.Random(self._config.run.seed).sample(range(size), min(size, EXAMINED_TASKS))
+        for index in others:
+            try:
+                await self._player.generate("train", index, samples=1)
+            except EpisodeFailed as error:
+                if error.reason == failure.reason:
+                    continue
+            log.info("the first groups failed, but not every task does", reason=failure.reason)
+            return
+        raise EveryTaskFails(
+            f"every task fails with {failure.reason}, the first {FIRST_GROUPS} groups and {len(others)} others: "
+            f"{failure.detail}; {REMEDIES[failure.reason]} (`slipstream check` shows a prompt)"
+        )
 
     async def _send_heartbeats(self) -> None:
         """Sends hellos until the server is welcome, then credits; on silence hellos again, with growing pauses."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -85,6 +86,43 @@ class FailureBackoff:
         if further == 1:
             log.warning("every ticket fails; fewer are taken", in_a_row=FREE_FAILURES, last=reason)
         return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(further - 1, 20))
+
+
+FIRST_GROUPS: Final = 3
+"""Groups of a server after which a failure of all of them is examined."""
+EXAMINED_TASKS: Final = 256
+"""Further tasks that must fail likewise before a run ends: a mixture may have few that work."""
+REMEDIES: Final[Mapping[str, str]] = {
+    "prompt_untokenizable": "change the env's prompts, or the model",
+    "prompt_empty": "correct the env, whose prompts are empty",
+    "prompt_too_long": "raise rollout.engine.max_model_len, or lower rollout.sampling.max_tokens",
+    "image_unreadable": "correct the env's images",
+    "image_too_large": "make the env's images smaller",
+    "request_refused": "correct what the engine refuses",
+}
+"""By reasons that depend on a task, the model and the settings alone: such a task fails each time."""
+
+
+class FirstFailures:
+    """The first groups of a server, while all of them fail for the same reason, one of `REMEDIES`."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] | None = []
+        """None once it is known that not every task fails."""
+
+    def record_success(self) -> None:
+        """A group was generated: some tasks can be played."""
+        self._reasons = None
+
+    def record_failure(self, reason: str) -> bool:
+        """True for the failure after which other tasks are to be examined."""
+        if self._reasons is None:
+            return False
+        self._reasons.append(reason)
+        if reason not in REMEDIES or reason != self._reasons[0]:
+            self._reasons = None
+            return False
+        return len(self._reasons) == FIRST_GROUPS
 
 
 INCREASE: Final = 1

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.models import vocabulary_size, without_remote_code
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("rollout.tokenizer")
@@ -27,9 +27,9 @@ class Tokenizer:
     """
 
     def __init__(self, model: Path) -> None:
+        """Raises: ConfigError when the folder has no tokenizer that can be used."""
         self.model = model
-        with without_remote_code(model):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
+        self._tokenizer = _loaded(model)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
             # transformers returns an empty one where there is none.
             raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")
@@ -62,6 +62,11 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of chat messages under the chat template, with the generation prompt. Raises: PromptError."""
+        if self._tokenizer.chat_template is None:
+            raise PromptError(
+                f"the prompt is chat messages, and the model in {self.model} has no chat template: choose a chat "
+                "model, put its chat_template.jinja into the folder, or let the env give texts"
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -140,3 +145,15 @@ class Tokenizer:
         """Differs when two tokenizers encode or decode a text or a chat differently."""
         described = f"{self._tokenizer.backend_tokenizer.to_str()}{self._tokenizer.chat_template}"
         return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def _loaded(model: Path) -> Any:
+    """The tokenizer of transformers. Raises: ConfigError."""
+    try:
+        with without_remote_code(model):
+            return AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises anything, and tokenizers nothing narrower, for damaged files
+        reason = " ".join(format_error(error).split())[:300]
+        raise ConfigError(f"the tokenizer of the model in {model} can't be loaded: {reason}") from error

@@ -1,37 +1,55 @@
-"""`slipstream check`: env, prompts, rewards and tools of a configuration, tried without an engine."""
+"""`slipstream check`: model, env, prompts, rewards and tools, tried without an engine; `try` and `up` do the same."""
 
 import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.images import ImageError
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.models import initial_model
+from slipstream.configs.models import model_problems as missing_models
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
+from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.configs.schema.run import EnvConfig, RewardConfig
-from slipstream.env.base import Env, Observation, Split, Task, has_sessions
+from slipstream.configs.schema.run import RewardConfig
+from slipstream.configs.schema.weights import SecurityConfig
+from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
-from slipstream.env.registry import BUILT_IN_TOOLS, build_env
-from slipstream.rewards.base import Episode, EpisodeTurn
+from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
+from slipstream.rewards.base import Episode, EpisodeTurn, Failure, FailureReason
 from slipstream.rewards.functions.by_source import BySource
 from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
+from slipstream.rollout_servers.env_check import env_problems
+
+if TYPE_CHECKING:
+    from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 
 SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
 WRONG: Final = "(this is a wrong answer)"
 SESSION_S: Final = 60.0
 """Time for a session to give its first prompt."""
 SHOWN_CHARACTERS: Final = 2000
+PASSING: Final[tuple[FailureReason, ...]] = ("reward_timeout", "reward_unavailable", "scoring_timeout")
+"""Reasons of failures that may be over when the run needs the reward."""
+NOT_CHECKED: Final = (
+    "the engine's start (rollout.engine.options, memory)",
+    "packed sequences, which the learner compares with single ones",
+)
+"""What takes an engine, or the weights in memory."""
 
 
 @dataclass
@@ -43,7 +61,9 @@ class Report:
         prompts: by split.
         rewards: score of the reference and of a wrong answer, by term; `sum` is the weighted sum.
         tools: schemas.
-        problems: what would cost a run its groups, or can't be right.
+        problems: reasons why a run can't start, or would lose every group.
+        warnings: what costs a run some groups, or may be a mistake.
+        not_checked: parts of a start that are only tried by starting.
     """
 
     env: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +71,8 @@ class Report:
     rewards: dict[str, dict[str, float]] = field(default_factory=dict)
     tools: list[Mapping[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=lambda: [*NOT_CHECKED])
 
 
 def command(argv: Sequence[str]) -> int:
@@ -70,35 +92,93 @@ def command(argv: Sequence[str]) -> int:
     return 1 if report.problems else 0
 
 
-def plugin_problems(env: EnvConfig, terms: Sequence[RewardConfig]) -> list[str]:
-    """Reasons why an env, its tools or rewards can't be used, found without starting the tools."""
-    steps: list[Callable[[], object]] = [lambda: build_env(env.model_copy(update={"tools": ()}))]
-    steps += [partial(find_plugin, "tool", tool.name, BUILT_IN_TOOLS) for tool in env.tools]
-    steps.append(lambda: find_rewards(terms))
-    problems: list[str] = []
+def check(config: RunConfig, *, weights: bool = True) -> Report:
+    """Tries all of it.
+
+    Args:
+        weights: whether a model's weights and the engine are needed, and are checked.
+
+    Raises: ConfigError for what can't be built at all.
+    """
+    env = _build(config)
+    report = Report(env={"name": config.env.name, "fingerprint": env.fingerprint()[:16]})
+    report.env |= {split: env.size(split) for split in SPLITS}
+    report.problems += env_problems(config, env)
+    if config.eval.tasks and not env.size("eval"):
+        report.warnings.append(f"env {config.env.name} has no held-out tasks, so there are no evaluations (eval.tasks)")
+    if config.rollout.skip_long_prompts:
+        report.not_checked.append("the prompts of all tasks (rollout.skip_long_prompts)")
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(config, Path(folder))
+        if weights:
+            # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
+            from slipstream.tools.model_check import model_problems
+
+            report.problems += model_problems(config, model)
+        asyncio.run(_check_tasks(config, env, model, report))
+    return report
+
+
+def _model(config: RunConfig, folder: Path) -> Path:
+    """The model's folder; one that is built is in `folder`, as the run has no folder yet. Raises: ConfigError."""
+    try:
+        return initial_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})}))
+    except OSError as error:
+        raise ConfigError(
+            f"the model can't be built in {folder}: {error}; see that its disk has room, or set TMPDIR to another"
+        ) from error
+
+
+def check_apart(config: RunConfig) -> Report:
+    """As `check`, in a process of its own: neither torch nor an env's code stays in this one. Raises: ConfigError."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            report, problems = pool.submit(_attempt, config).result()
+    except BrokenProcessPool:
+        raise ConfigError("the check of the configuration crashed; `slipstream check` shows where") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration can't be checked: {error}; see that the disk has room") from error
+    if report is None:
+        raise ConfigError(problems)
+    return report
+
+
+def _attempt(config: RunConfig) -> tuple[Report | None, Sequence[str]]:
+    try:
+        return check(config), ()
+    except ConfigError as error:
+        return None, error.problems
+
+
+def _build(config: RunConfig) -> Env:
+    """The env with its tools. Raises: ConfigError with all problems of names, files and options."""
+    problems = [*missing_models(config.model, config.learner), *key_problems(config.security)]
+    envs = list[Env]()
+    steps: list[Callable[[], object]] = [
+        lambda: envs.append(build_env(config.env.model_copy(update={"tools": ()}))),
+        *(partial(find_plugin, "tool", tool.name, BUILT_IN_TOOLS) for tool in config.env.tools),
+        lambda: find_rewards(reward_terms(config)),
+    ]
     for step in steps:
         try:
             step()
         except ConfigError as error:
             problems += error.problems
-    return problems
-
-
-def check(config: RunConfig) -> Report:
-    """Tries all of it. Raises: ConfigError for what can't be built at all."""
-    problems = [*model_problems(config.model, config.learner), *plugin_problems(config.env, reward_terms(config))]
     if problems:
         raise ConfigError(problems)
-    env = build_env(config.env)
-    report = Report(env={"name": config.env.name, "fingerprint": env.fingerprint()[:16]})
-    report.env |= {split: env.size(split) for split in SPLITS}
-    if config.eval.tasks and not env.size("eval"):
-        report.problems.append(f"eval.tasks={config.eval.tasks}, but env {config.env.name} has no held-out tasks")
-    with tempfile.TemporaryDirectory() as folder:
-        paths = config.run.model_copy(update={"dir": Path(folder)})  # a built model must not leave a run's folder
-        model = initial_model(config.model_copy(update={"run": paths}))
-        asyncio.run(_check_tasks(config, env, model, report))
-    return report
+    return add_tools(envs[0], config.env)
+
+
+def key_problems(security: SecurityConfig) -> Sequence[str]:
+    """Reasons why the keys of the run's connections can't be used."""
+    try:
+        for service, clients in CLIENTS.items():
+            service_keys(security, service)
+            for client in clients:
+                client_keys(security, client, service=service)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def reward_terms(config: RunConfig) -> list[RewardConfig]:
@@ -109,39 +189,73 @@ def reward_terms(config: RunConfig) -> list[RewardConfig]:
 
 
 async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report) -> None:
-    # Imported here: transformers takes seconds, and mistakes in names are reported before.
-    from slipstream.rollout_servers.images import ImagePlaceholders
-    from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+    # Imported here, as above.
+    from slipstream.rollout_servers.rollouts.conversation import ChatFormat
+    from slipstream.rollout_servers.tokenizer import Tokenizer
 
-    tokenizer, placeholders = Tokenizer(model), ImagePlaceholders.of(model)
+    try:
+        format = ChatFormat.of(Tokenizer(model), config.rollout.episode)
+        if has_sessions(env):
+            format.check(tools=offers_tools(env))
+    except ConfigError as error:
+        report.problems += error.problems
+        return
     for split in SPLITS:
-        if not env.size(split):
-            continue
-        where = f"task 0 of {split}"
-        try:
-            task = env.task(split, 0)
-            opening = await _opening(env, task)
-            messages, images = separate_images(opening.messages, task.images)
-            opening = replace(opening, messages=messages)
-            token_ids = tokenizer.encode(messages, tools=opening.tools)
-            if images and placeholders is None:
-                raise PromptError("it has images, which this model does not take")
-            tokens = len(placeholders.expand(token_ids, images)[0] if placeholders is not None else token_ids)
-        except (PromptError, ImageError) as error:
-            report.problems.append(f"{where}: its prompt can't be made: {error}")
-            continue
-        except TimeoutError:
-            report.problems.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
-            continue
-        except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
-            report.problems.append(f"{where}: {format_error(error)}")
-            continue
-        text = tokenizer.decode_whole(token_ids)
-        report.prompts[split] = {"text": text, "tokens": tokens, "reference": task.reference}
-        report.tools = list(opening.tools)
-        report.problems += _length_problems(where, tokens, config.rollout)
-        if split == "train":
-            await _check_rewards(config, env, task, opening, report)
+        of_tasks = list[list[str]]()
+        for index in _sampled(env.size(split)):
+            of_tasks.append(await _check_task(config, env, split, index, format, report))
+            if not of_tasks[-1]:
+                break
+        if of_tasks and of_tasks[-1] and (split == "train" or config.eval.tasks):
+            report.problems += of_tasks[0]
+        else:
+            report.warnings += chain(*of_tasks)
+
+
+def _sampled(size: int) -> list[int]:
+    """Indices of the first task and, in case it can't be played, of others: a run does not need every task."""
+    return sorted({0, size // 2, size - 1}) if size else []
+
+
+async def _check_task(
+    config: RunConfig, env: Env, split: Split, index: int, format: "ChatFormat", report: Report
+) -> list[str]:
+    """Makes the prompt of a task and scores answers to it; returns the problems."""
+    from slipstream.rollout_servers.images import ImagePlaceholders
+    from slipstream.rollout_servers.tokenizer import PromptError
+
+    where, tokenizer = f"task {index} of {split}", format.tokenizer
+    try:
+        task = env.task(split, index)
+        opening = await _opening(env, task)
+        messages, images = separate_images(opening.messages, task.images)
+        opening = replace(opening, messages=messages)
+        format.require_visible(opening)
+        shown = format.for_template(opening)
+        token_ids = tokenizer.encode(shown.messages, tools=shown.tools)
+        placeholders = ImagePlaceholders.of(tokenizer.model)
+        if images and placeholders is None:
+            raise PromptError("it has images, which this model does not take")
+        tokens = len(placeholders.expand(token_ids, images)[0] if placeholders is not None else token_ids)
+    except ConfigError as error:
+        return [*error.problems]
+    except (PromptError, ImageError) as error:
+        return [f"{where}: its prompt can't be made: {error}"]
+    except TimeoutError:
+        report.warnings.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
+        return []
+    except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
+        return [f"{where}: {format_error(error)}"]
+    text = tokenizer.decode_whole(token_ids)
+    report.prompts[split] = {"task": index, "text": text, "tokens": tokens, "reference": task.reference}
+    report.tools = list(opening.tools)
+    problems = _length_problems(where, tokens, config.rollout)
+    if config.rollout.skip_long_prompts:
+        report.warnings += problems
+        problems = []
+    if split == "train":
+        problems += await _check_rewards(config, env, task, opening, report, where)
+    return problems
 
 
 async def _opening(env: Env, task: Task) -> Observation:
@@ -169,33 +283,42 @@ def _length_problems(where: str, tokens: int, rollout: RolloutConfig) -> list[st
     return []
 
 
-async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Observation, report: Report) -> None:
-    """Scores the reference, or where that is no answer an empty one, and a wrong answer."""
+async def _check_rewards(
+    config: RunConfig, env: Env, task: Task, opening: Observation, report: Report, where: str
+) -> list[str]:
+    """Scores the reference, or where that is no answer an empty one, and a wrong answer; returns the problems."""
     right = "" if _reference_is_tests(config, task) else task.reference
     answers = {"reference" if right else "empty": right, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
-    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}))
+    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), retry_s=())
     try:
+        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         for kind, answer in answers.items():
-            result = (await scorer.score([_episode(task, opening, answer)]))[0]
+            (result,) = await scorer.score([_episode(task, opening, answer)])
+            if isinstance(result, Failure):
+                problem = f"rewards of {where}: {result}"
+                if result.reason not in PASSING:
+                    return [problem]
+                report.warnings.append(problem)
+                return []
             for name, value in {**result.scores, "sum": result.reward}.items():
                 report.rewards.setdefault(name, {})[kind] = value
-    except SlipstreamError as error:
-        report.problems.append(f"rewards of task 0 of train: {error}")
-        return
+    except ConfigError as error:
+        return list(error.problems)
     finally:
         scorer.close()
     total = report.rewards["sum"]
     if "empty" in total and total["empty"] > 0:
-        report.problems.append(
+        report.warnings.append(
             f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
             "rewards=[{name: none}]"
         )
     if not has_sessions(env) and "reference" in total and total["reference"] <= total["wrong"]:
-        report.problems.append(
+        report.warnings.append(
             f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
-            f"{total['wrong']:g}: nothing would be learned; does the reward expect another form of the answer?"
+            f"{total['wrong']:g}: does the reward expect another form of the answer? If so, nothing is learned"
         )
+    return []
 
 
 def _reference_is_tests(config: RunConfig, task: Task) -> bool:
@@ -235,7 +358,8 @@ def _print(report: Report) -> None:
     for split, prompt in report.prompts.items():
         text = prompt["text"]
         cut = "" if len(text) <= SHOWN_CHARACTERS else f"… ({len(text):,} characters)"
-        print(f"\nprompt of task 0 of {split}: {prompt['tokens']:,} tokens, reference {prompt['reference'][:200]!r}")
+        where = f"task {prompt['task']} of {split}"
+        print(f"\nprompt of {where}: {prompt['tokens']:,} tokens, reference {prompt['reference'][:200]!r}")
         print("\n".join(f"  | {line}" for line in (text[:SHOWN_CHARACTERS] + cut).splitlines()))
     for schema in report.tools:
         print(f"\ntool {json.dumps(schema, ensure_ascii=False)}")
@@ -243,6 +367,9 @@ def _print(report: Report) -> None:
         print("\nrewards")
     for name, scores in report.rewards.items():
         print(f"  {name:<24}" + ", ".join(f"{kind} {value:g}" for kind, value in scores.items()))
+    print(f"\nnot checked: {'; '.join(report.not_checked)}")
+    for warning in report.warnings:
+        print(f"\nwarning: {warning}")
     for problem in report.problems:
         print(f"\nproblem: {problem}")
     if not report.problems:

@@ -58,8 +58,8 @@ class LearnerSetting:
         learner = config.learner
         return cls(
             mesh=mesh,
-            # Unset, it is that of a GPU, which this machine may not have.
-            dtype=getattr(torch, config.model.dtype) if "dtype" in config.model.model_fields_set else torch.bfloat16,
+            # `auto` is that of a GPU, which this machine may not have.
+            dtype=torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype),
             tokens=max(learner.token_budget, longest_sequence(config)),
             logits_bytes=learner.logits_bytes,
             checkpointing=learner.activation_checkpointing,

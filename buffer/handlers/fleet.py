@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.handlers.peers import Send, peer_name
@@ -128,6 +128,8 @@ class Fleet:
     Attributes:
         servers: by peer identity; one that is silent for `buffer.server_deadline_s` is removed.
         evaluating: the version whose evaluation was requested last.
+        learner: hello of the run's learner; None before it, and after the run's end.
+        paused: True while no train tickets are issued, because the learner is away.
     """
 
     def __init__(self, settings: FleetSettings, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
@@ -139,11 +141,24 @@ class Fleet:
         self._latest, self._published_at = -1, float("-inf")
         self.servers: dict[bytes, Server] = {}
         self.evaluating: int | None = None
+        self.learner: m.LearnerHello | None = None
+        self.paused = False
 
     def join(self, peer: bytes, hello: m.ServerHello) -> None:
         """Registers a server."""
         now = _now()
         self.servers[peer] = Server(hello, Throughput(self._delivered), joined_at=now, last_message_at=now)
+
+    def server_settings(self, *, but: bytes = b"") -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Name and settings of each server, except for the peer `but`."""
+        for peer, server in self.servers.items():
+            if peer != but:
+                yield f"rollout server {peer_name(peer)}", server.hello.settings
+
+    def learner_settings(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Name and settings of the learner, if there is one."""
+        if self.learner is not None:
+            yield "the learner", self.learner.settings
 
     def ticket_returned(self, peer: bytes, *, delivered: int = 0) -> None:
         """Records that tickets of this server have returned, so that it may get other ones.
@@ -189,7 +204,8 @@ class Fleet:
                 continue
             if self.servers.get(peer) is server:  # otherwise removed or replaced during the call for another server
                 await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
-        await self._memory.attempt(self._grant_groups(now))
+        if not self.paused:
+            await self._memory.attempt(self._grant_groups(now))
 
     async def _record_heartbeats(self) -> None:
         """All at once: a script call for each of hundreds of servers would take most of the service's time."""
@@ -278,10 +294,11 @@ class Fleet:
         if curriculum is None:
             return ()
         places = upcoming(room.cursor, tickets=tickets, train_tasks=train_tasks, curriculum=curriculum)
-        streaks = await self._ledger.streaks([self._index(*place, train_tasks) for place in places])
+        streaks = await self._ledger.streaks([self.task(*place, train_tasks=train_tasks) for place in places])
         return skipped(places, streaks, train_tasks=train_tasks, seed=seed, curriculum=curriculum)
 
-    def _index(self, epoch: int, position: int, train_tasks: int) -> int:
+    def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
+        """Index of the task at a position of an epoch."""
         return int(task_order(train_tasks, seed=self._settings.seed, epoch=epoch)[position])
 
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
@@ -314,7 +331,7 @@ class Fleet:
                 id=task.id,
                 kind=m.TRAIN,
                 epoch=task.epoch,
-                indices=[self._index(task.epoch, task.position, train_tasks)],
+                indices=[self.task(task.epoch, task.position, train_tasks=train_tasks)],
                 samples=settings.group_size,
                 version=version,
                 greedy=settings.greedy_baseline,

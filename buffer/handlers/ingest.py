@@ -9,7 +9,17 @@ import msgspec
 import numpy as np
 
 from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.group_checks import (
+    FUTURE_VERSION,
+    OTHER_TICKET,
+    OUT_OF_VOCABULARY,
+    GroupLimits,
+    InvalidGroupError,
+    check_group,
+    largest_token,
+)
 from slipstream.buffer.handlers.peers import MalformedCounter, Send
+from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.evaluation import tally, task_scores
 from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws, group_outcome
 from slipstream.buffer.policies.lengths import histogram
@@ -18,41 +28,18 @@ from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES,
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
-from slipstream.buffer.wire.messages import CUT_OFF, EVAL, LOGPROB_DTYPE, MAJORITY, TOKEN_DTYPE, Group, Trajectory
+from slipstream.buffer.wire.codec import FrameError, encode_group, version_range
+from slipstream.buffer.wire.messages import CUT_OFF, EVAL, MAJORITY, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, SamplerConfig
 
 log = get_log("buffer.ingest")
 
-MOST_LOGPROB = 1e-3
-"""A log-probability may exceed 0 by so much, for the rounding of an engine's log-softmax."""
-LEAST_LOGPROB = -104.0
-"""Logarithm of float32's smallest number: a less likely token is never sampled."""
 NO_BASELINE = "no_baseline"
 """Drop reason: the group lacks the greedy reward that the run needs."""
 NO_SCORE = "no_score"
 """Drop reason: the group lacks a score that is trained on or that a filter uses."""
-
-
-INVALID_LOGPROB = "invalid_logprob"
-UNCOVERED_ACTION = "uncovered_action"
-OUT_OF_VOCABULARY = "token_out_of_vocabulary"
-FUTURE_VERSION = "future_version"
-INVALID_EXPERTS = "invalid_experts"
-
-
-class InvalidGroupError(FrameError):
-    """A group that can't be trained on: it would end the learner.
-
-    Attributes:
-        reason: the reason code under which it is counted.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -84,6 +71,9 @@ class Inspected:
     found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
     largest_token: int = 0
     """As `largest_token` gives it."""
+    epoch: int = 0
+    task: int = 0
+    """Index of its task, of a group to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +81,7 @@ class IngestSettings:
     """Settings that decide on the use of delivered groups."""
 
     seed: int
+    limits: GroupLimits
     filters: Sequence[Filter]
     sampler: SamplerConfig
     needs_baseline: bool
@@ -107,6 +98,7 @@ class IngestSettings:
         filtered = {each.score for each in filters if isinstance(each, DynamicSamplingConfig) and each.score}
         return cls(
             seed=config.run.seed,
+            limits=GroupLimits.from_config(config),
             filters=filters,
             sampler=config.buffer.sampler,
             needs_baseline=config.greedy_baseline,
@@ -118,7 +110,7 @@ class IngestSettings:
 def inspect(group_id: str, blob: bytes | memoryview, settings: IngestSettings) -> Inspected:
     """Decodes, checks and filters what was delivered under `group_id`; without side effects."""
     try:
-        group = check_group(group_id, blob)
+        group = check_group(group_id, blob, settings.limits)
     except FrameError as error:
         return Inspected(group_id, error)
     if group.kind == EVAL:
@@ -126,85 +118,8 @@ def inspect(group_id: str, blob: bytes | memoryview, settings: IngestSettings) -
         version, _ = version_range(group)
         answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
         return Inspected(group_id, answers, largest_token(group))
-    return Inspected(group_id, admit(group, blob, settings), largest_token(group))
-
-
-def largest_token(group: Group) -> int:
-    """The group's largest token id; a negative one counts as beyond any vocabulary."""
-    token_ids = b"".join([trajectory.token_ids for trajectory in group.trajectories])
-    return int(np.frombuffer(token_ids, dtype=TOKEN_DTYPE).view(np.uint32).max())
-
-
-def check_group(group_id: str, blob: bytes | memoryview) -> Group:
-    """The group in `blob`.
-
-    Raises: FrameError when it is not the announced group, does not match its kind, or can't be trained on.
-    """
-    group = decode_group(blob)
-    if group.id != group_id:
-        raise FrameError(f"group {group_id}: another id inside, {group.id}")
-    if not group.trajectories or not all(_has_actions(trajectory) for trajectory in group.trajectories):
-        raise FrameError(f"group {group_id}: an answer without action tokens")
-    if not all(_covers_actions(trajectory) for trajectory in group.trajectories):
-        raise InvalidGroupError(UNCOVERED_ACTION, f"group {group_id}: the version spans are not those of its actions")
-    # One call for all trajectories is faster.
-    joined = b"".join([trajectory.behaviour_logprobs for trajectory in group.trajectories])
-    logprobs = np.frombuffer(joined, dtype=LOGPROB_DTYPE)
-    least, most = float(logprobs.min()), float(logprobs.max())
-    if not (least >= LEAST_LOGPROB and most <= MOST_LOGPROB):  # NaN is neither
-        raise InvalidGroupError(INVALID_LOGPROB, f"group {group_id}: log-probabilities from {least} to {most}")
-    _check_experts(group)
-    if not group.indices:
-        raise FrameError(f"group {group_id}: no task")
-    if group.kind == EVAL:
-        _check_evaluation(group)
-    return group
-
-
-def _check_experts(group: Group) -> None:
-    """Raises: InvalidGroupError when the experts of a trajectory do not fit its tokens or their own layout."""
-    for trajectory in group.trajectories:
-        routed = trajectory.routed_experts
-        if routed is None:
-            continue
-        layout, inputs = routed.layout, len(trajectory.action_mask) - 1
-        if len(routed.ids) % layout.token_bytes or routed.tokens > inputs:
-            problem = f"{len(routed.ids)} bytes of experts, at {layout.token_bytes} for each of {inputs} input tokens"
-            raise InvalidGroupError(INVALID_EXPERTS, f"group {group.id}: {problem}")
-        largest = np.frombuffer(routed.ids, dtype=layout.dtype).max(initial=0)
-        if largest >= layout.experts:
-            raise InvalidGroupError(INVALID_EXPERTS, f"group {group.id}: expert {largest} of {layout.experts}")
-
-
-def _has_actions(trajectory: Trajectory) -> bool:
-    """True if a token after the first is an action; the first has no context and is never trained on."""
-    return bool(trajectory.spans) and trajectory.action_mask.find(1, 1) >= 0
-
-
-def _covers_actions(trajectory: Trajectory) -> bool:
-    """True if the version spans are in order and together cover exactly the action tokens."""
-    mask, end, covered = trajectory.action_mask, 0, 0
-    for span in trajectory.spans:
-        length = span.end - span.start
-        if span.start < end or mask.count(1, span.start, span.end) != length:
-            return False
-        end, covered = span.end, covered + length
-    return covered == len(mask) - mask.count(0)
-
-
-def _check_evaluation(group: Group) -> None:
-    failed, episodes = sum(group.failures.values()), len({trajectory.episode for trajectory in group.trajectories})
-    samples, rest = divmod(episodes + group.missing, len(group.indices))
-    if rest or failed * samples != group.missing:
-        raise FrameError(
-            f"group {group.id}: {episodes} answers, {group.missing} missing and {failed} failures to "
-            f"{len(group.indices)} tasks"
-        )
-    versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
-    if len(versions) > 1:
-        raise FrameError(
-            f"group {group.id}: an evaluation must have one policy version, but its tokens have {versions}"
-        )
+    found = admit(group, blob, settings)
+    return Inspected(group_id, found, largest_token(group), epoch=group.epoch, task=group.indices[0])
 
 
 def _tallies(group: Group) -> dict[str, tuple[float, float]]:
@@ -233,13 +148,14 @@ def admit(group: Group, blob: bytes | memoryview, settings: IngestSettings) -> D
     lengths = [episode.tokens for episode in episodes]
     verdict = _verdict(group, episodes, settings, rng)
     kept = _select(group, verdict.keep, len(episodes))
-    delivered = histogram(lengths)
+    lost = [length for of_reason in group.lost.values() for length in of_reason]
+    scored = histogram(lengths)
     facts = Facts(
-        tokens=sum(lengths),
-        delivered=delivered,
-        kept=delivered if kept is group else histogram(lengths[index] for index in verdict.keep),
-        dropped=_by_reason(verdict.dropped, lengths),
-        missing=group.missing,
+        tokens=sum(lengths) + sum(lost),
+        delivered=histogram([*lengths, *lost]) if lost else scored,
+        kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
+        dropped=_by_reason(verdict.dropped, lengths, group.lost),
+        missing=group.missing - len(lost),
         task=group.indices[0],
         outcome=verdict.outcome,
     )
@@ -318,8 +234,10 @@ def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
     return msgspec.structs.replace(group, trajectories=trajectories)
 
 
-def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Mapping[str, Mapping[int, int]]:
-    of_reason: dict[str, list[int]] = defaultdict(list)
+def _by_reason(
+    dropped: Sequence[tuple[int, str]], lengths: Sequence[int], lost: Mapping[str, Sequence[int]]
+) -> Mapping[str, Mapping[int, int]]:
+    of_reason = defaultdict[str, list[int]](list, {reason: list(found) for reason, found in lost.items()})
     for index, reason in dropped:
         of_reason[reason].append(lengths[index])
     return {reason: histogram(found) for reason, found in of_reason.items()}
@@ -334,9 +252,12 @@ class Delivery:
     """A delivery whose groups are not stored yet."""
 
     peer: bytes
+    train_tasks: int
+    """Of the sender's env."""
     outcomes: dict[str, str]
-    """Outcomes of the groups that will not be stored."""
-    groups: list[DeliveredGroup]
+    """Outcomes of the groups that are dealt with."""
+    groups: list[Inspected]
+    """The others: to be stored, or dropped, unless they are not those of their tickets."""
 
 
 class Ingest:
@@ -357,28 +278,30 @@ class Ingest:
         self._groups = self._bytes = 0
         self._storing = asyncio.Lock()
 
-    async def take(self, peer: bytes, groups: Sequence[Inspected], *, vocab_size: int) -> None:
+    async def take(self, peer: bytes, groups: Sequence[Inspected], *, vocab_size: int, train_tasks: int) -> None:
         """Queues a delivery for `store`, which runs at once if the queue is long.
 
         Args:
             vocab_size: the model's number of token ids; a group with another token id is refused.
+            train_tasks: tasks of the peer's env to train on.
         """
-        await self._memory.attempt(self._take(peer, [_within(group, vocab_size) for group in groups]))
+        within = [_within(group, vocab_size) for group in groups]
+        await self._memory.attempt(self._take(Delivery(peer, train_tasks, {}, []), within))
 
     async def store(self) -> None:
         """Stores and acknowledges all queued deliveries, unless Redis is full."""
         await self._memory.attempt(self._store())
 
-    async def _take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
-        delivery = Delivery(peer, {}, [])
+    async def _take(self, delivery: Delivery, groups: Sequence[Inspected]) -> None:
         for group in groups:
-            if isinstance(group.found, DeliveredGroup):
-                delivery.groups.append(group.found)
+            if isinstance(group.found, DeliveredGroup | Dropped):
+                delivery.groups.append(group)
             else:
                 delivery.outcomes[group.id] = await self._not_stored(group.id, group.found)
         self._waiting.append(delivery)
         self._groups += len(delivery.groups)
-        self._bytes += sum(len(group.blob) for group in delivery.groups)
+        found = [group.found for group in delivery.groups]
+        self._bytes += sum(len(each.blob) for each in found if isinstance(each, DeliveredGroup))
         if self._groups >= STORED_AT_ONCE or self._bytes >= STORED_AT_ONCE_BYTES:
             await self._store()
 
@@ -386,7 +309,7 @@ class Ingest:
         async with self._storing:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
-            groups = [group for delivery in waiting for group in delivery.groups]
+            groups = await self._sort_out(waiting)
             found = await self._ledger.deliver(groups)
             stored = {group.id: outcome for group, outcome in zip(groups, found, strict=True)}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
@@ -396,10 +319,34 @@ class Ingest:
                 error = InvalidGroupError(FUTURE_VERSION, f"group {group_id}: a policy version that was not published")
                 stored[group_id] = await self._not_stored(group_id, error)
             for delivery in waiting:
-                outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
+                outcomes = {group.id: stored[group.id] for group in delivery.groups if group.id in stored}
+                outcomes |= delivery.outcomes
                 generated = sum(outcome in ("ready", "filtered") for outcome in outcomes.values())
                 self._fleet.ticket_returned(delivery.peer, delivered=generated)
                 await self._send(delivery.peer, m.Acknowledge(outcomes=outcomes))
+
+    async def _sort_out(self, waiting: Sequence[Delivery]) -> list[DeliveredGroup]:
+        """The groups to store; those that a filter drops or that have another task than their ticket get an outcome."""
+        places = await self._ledger.places([group.id for delivery in waiting for group in delivery.groups])
+        groups: list[DeliveredGroup] = []
+        for delivery in waiting:
+            for group in delivery.groups:
+                found = self._other_ticket(group, places.get(group.id), delivery.train_tasks) or group.found
+                if isinstance(found, DeliveredGroup):
+                    groups.append(found)
+                else:
+                    delivery.outcomes[group.id] = await self._not_stored(group.id, found)
+        return groups
+
+    def _other_ticket(self, group: Inspected, place: Place | None, train_tasks: int) -> InvalidGroupError | None:
+        """The error of a group whose task is not that of its ticket, which is at `place`; None: not in flight."""
+        if place is None:
+            return None
+        epoch, task = place[0], self._fleet.task(*place, train_tasks=train_tasks)
+        if (group.epoch, group.task) == (epoch, task):
+            return None
+        detail = f"group {group.id}: task {group.task} of epoch {group.epoch}, but its ticket has {task} of {epoch}"
+        return InvalidGroupError(OTHER_TICKET, detail)
 
     async def _not_stored(self, group_id: str, found: EvalSliceResult | Dropped | FrameError) -> str:
         """The outcome of a group that is not stored with the others."""

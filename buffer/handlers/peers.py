@@ -1,4 +1,4 @@
-"""Replies to peers, and the count of malformed frames."""
+"""Replies to peers, and the counts of replies that nobody reads and of malformed frames."""
 
 from collections.abc import Awaitable, Callable
 
@@ -17,24 +17,55 @@ LOG_EVERY_S = 1.0
 
 Send = Callable[[bytes, m.Message], Awaitable[None]]
 """Sends a message to a peer, by its identity."""
+IsConnected = Callable[[bytes], Awaitable[bool]]
 
 
-def sender(socket: zmq.asyncio.Socket, gone: Callable[[bytes], None]) -> Send:
-    """A function that sends over a ROUTER socket and calls `gone` with peers that are absent or don't read."""
+class Sender:
+    """Sends over a ROUTER socket.
 
-    async def send(peer: bytes, message: m.Message) -> None:
+    Attributes:
+        unsent: replies so far to peers that are absent or don't read.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, gone: Callable[[bytes], None]) -> None:
+        """`gone` is called with each peer that is absent or doesn't read."""
+        self.unsent = 0
+        self._socket = socket
+        self._gone = gone
+        self._log_interval = LogInterval(LOG_EVERY_S)
+
+    async def __call__(self, peer: bytes, message: m.Message) -> None:
+        """Sends a message to a peer, or drops it: peers repeat what has no answer."""
         try:
             # NOBLOCK: a peer that doesn't read must not delay the others.
-            await socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
+            await self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            gone(peer)
-            if peer.startswith(GENERATED_IDENTITY):
-                return
-            log.warning("peer is gone or doesn't read", peer=peer_name(peer), message=type(message).__name__)
+            self._gone(peer)
+            self.unsent += 1
+            if not peer.startswith(GENERATED_IDENTITY) and self._log_interval.due():
+                kind = type(message).__name__
+                log.warning("peer is gone or doesn't read", peer=peer_name(peer), message=kind, unsent=self.unsent)
 
-    return send
+
+def prober(socket: zmq.asyncio.Socket) -> IsConnected:
+    """A function that returns whether a learner is connected.
+
+    It sends an answer to no request, which learners ignore: ZeroMQ reports an absent peer only to a sender.
+    """
+    probe = encode(m.NotReady(request=0))
+
+    async def is_connected(peer: bytes) -> bool:
+        try:
+            await socket.send_multipart([peer, probe], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return error.errno == zmq.EAGAIN  # its queue is full
+        return True
+
+    return is_connected
 
 
 def peer_name(peer: bytes) -> str:

@@ -1,11 +1,13 @@
 """Messages of rollout servers: hello, goodbye, failed tickets. Deliveries: `ingest.py`; heartbeats: `fleet.py`."""
 
 from collections.abc import Mapping
+from itertools import chain
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import Send, peer_name
+from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import Facts
 from slipstream.buffer.wire import messages as m
@@ -20,7 +22,7 @@ class RolloutHandler:
     """Handles hello, goodbye and failed tickets."""
 
     def __init__(self, settings: Mapping[str, str], ledger: Ledger, fleet: Fleet, ingest: Ingest, send: Send) -> None:
-        """`settings` must be the same on every server."""
+        """`settings` must be the same on every server; others that a server reports, the same on all servers."""
         self._settings = settings
         self._ledger = ledger
         self._fleet = fleet
@@ -80,17 +82,23 @@ class RolloutHandler:
                     hello.incarnation, await self._ledger.incarnation(peer_name(peer)), difference
                 )
             return difference
+        others = chain(self._fleet.learner_settings(), self._fleet.server_settings(but=peer))
+        difference = identity.host_difference(hello.settings, self._settings, others)
+        if difference:
+            return difference
         mine = identity.server_identity(hello)
         return identity.identity_change(mine, await self._ledger.identify(mine))
 
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
-        """Records a failed ticket; the lengths of its answers are unknown."""
+        """Records a failed ticket."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
         if message.kind == m.EVAL:
             outcome = await self._ledger.evaluations.record_failure(message.id, reason=message.reason)
             self._fleet.offer_evaluation()
         else:
-            facts = Facts(tokens=message.tokens)
+            lengths = histogram(message.lengths)
+            dropped = {message.reason: lengths} if lengths else {}
+            facts = Facts(tokens=message.tokens, delivered=lengths, dropped=dropped)
             outcome = await self._ledger.filter(message.id, reason=message.reason, facts=facts)
         await self._send(peer, m.Acknowledge(outcomes={message.id: outcome}))
         self._fleet.ticket_returned(peer)

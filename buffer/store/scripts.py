@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 """Scripts that a full Redis refuses; all others either free memory or must run even then."""
-READ_ONLY = ("verify", "steps", "snapshot", "room")
+READ_ONLY = ("verify", "steps", "snapshot", "room", "places")
 """Scripts without writes; Redis enforces it."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
 """Scripts for the run's current learner only: the argument `learner` is its incarnation; empty skips the check."""

@@ -1,5 +1,6 @@
 """Encoding and decoding of msgpack frames: typed, named fields, a schema version, FrameError for invalid frames."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -40,6 +41,12 @@ class FrameError(SlipstreamError):
     """
 
     reason = "malformed"
+
+
+class InvalidRewardError(FrameError):
+    """A group with a reward or a score that is not finite, or beyond MOST_REWARD."""
+
+    reason = "invalid_reward"
 
 
 class SchemaVersionError(FrameError):
@@ -128,12 +135,16 @@ def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, compressed or not, with its arrays checked against each other.
 
     Raises: FrameError when it can't be decompressed or decoded, an array's length doesn't fit the others, a span lies
-    outside the trajectory, trajectories of one episode differ in reward or scores, a reward is not finite or beyond
-    MOST_REWARD, or an image is missing or larger than MOST_IMAGE_BYTES.
+    outside the trajectory, trajectories of one episode differ in reward or scores, an image is missing or larger than
+    MOST_IMAGE_BYTES, or more episodes are lost than missing; InvalidRewardError when a reward or a score is not finite
+    or beyond MOST_REWARD.
     """
     group: Group = decode(_decompressed(frame), Group)
     episodes: dict[int, Trajectory] = {}
     for number, trajectory in enumerate(group.trajectories):
+        unbounded = next((each for each in _rewards(trajectory) if not _is_bounded(each[1])), None)
+        if unbounded is not None:
+            raise _invalid_reward(f"{group.id}, trajectory {number}", *unbounded)
         problem = _trajectory_problem(trajectory)
         first = episodes.setdefault(trajectory.episode, trajectory)
         if (first.reward, first.scores) != (trajectory.reward, trajectory.scores):
@@ -146,9 +157,23 @@ def decode_group(frame: bytes | memoryview) -> Group:
     large = next((name for name, image in group.images.items() if len(image) > MOST_IMAGE_BYTES), None)
     if large is not None:
         raise FrameError(f"group {group.id}: image {large} has more than {MOST_IMAGE_BYTES} bytes")
+    lost = sum(map(len, group.lost.values()))
+    if lost > group.missing:
+        raise FrameError(f"group {group.id}: {lost} episodes without a score of {group.missing} missing ones")
     if group.greedy_reward is not None and not _is_bounded(group.greedy_reward):
-        raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not within ±{MOST_REWARD:g}")
+        raise _invalid_reward(group.id, "greedy_reward", group.greedy_reward)
     return group
+
+
+def _rewards(trajectory: Trajectory) -> Iterator[tuple[str, float]]:
+    yield "reward", trajectory.reward
+    yield from trajectory.scores.items()
+    for span in trajectory.rewards:
+        yield "reward of a turn", span.value
+
+
+def _invalid_reward(where: str, name: str, value: float) -> InvalidRewardError:
+    return InvalidRewardError(f"group {where}: {name} {value} is not within ±{MOST_REWARD:g}; scale it")
 
 
 def _trajectory_problem(trajectory: Trajectory) -> str | None:
@@ -159,9 +184,7 @@ def _trajectory_problem(trajectory: Trajectory) -> str | None:
         return f"a version span outside its {tokens} tokens"
     if not all(span.end <= tokens for span in trajectory.rewards):
         return f"a reward span outside its {tokens} tokens"
-    rewards = (trajectory.reward, *(span.value for span in trajectory.rewards))
-    unbounded = next((reward for reward in rewards if not _is_bounded(reward)), None)
-    return None if unbounded is None else f"reward {unbounded} is not within ±{MOST_REWARD:g}"
+    return None
 
 
 def _is_bounded(reward: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 14
+SCHEMA_VERSION: Final = 16
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -36,6 +36,8 @@ GroupId = Annotated[str, msgspec.Meta(max_length=64)]
 """A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all text of a peer that
 the service keeps."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Word = Annotated[str, msgspec.Meta(max_length=64)]
+"""A code, such as a reason, which the service counts by its name."""
 ImageId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 """Hash of an encoded image."""
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -43,13 +45,24 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Text for people; the sender truncates it."""
-Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=64)]
-"""Values of configuration keys that the sender and the service must agree on; missing keys are not compared."""
+Lengths = Annotated[list[Count], msgspec.Meta(max_length=16_384)]
+"""Lengths of episodes in action tokens."""
+Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=512)]
+"""Values of settings that the sender and the service, or the other senders, must agree on; missing ones are not
+compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
-MOST_REWARD: Final = 1e15
-"""Largest absolute reward: sums of many squares must be finite in the learner's float32, and sums in Redis."""
+MOST_REWARD: Final = 1e8
+"""Largest absolute reward and score: rewards are near 1, and larger ones than this are a mistake of their function."""
+MOST_SCORES: Final = 1024
+"""Scores of an episode: rewards, their parts, and the env's metrics."""
+MOST_TRAJECTORIES: Final = 1 << 18
+"""Trajectories of a group. This and the bounds below are far above any group: they bound what a frame, which holds
+small elements, becomes in memory."""
+MOST_SPANS: Final = 1 << 16
+MOST_IMAGES: Final = 1 << 14
+MOST_TASKS: Final = 1024
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -145,19 +158,19 @@ class Trajectory(Record, frozen=True):
     """1 where the policy chose the token."""
     behaviour_logprobs: bytes
     """log μ of the tokens that the policy chose, 0 elsewhere."""
-    spans: list[VersionSpan]
+    spans: Annotated[list[VersionSpan], msgspec.Meta(max_length=MOST_SPANS)]
     """In order; together they cover exactly the tokens that the policy chose."""
     reward: float
     """Total reward of the episode."""
-    scores: dict[str, float]
+    scores: Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_SCORES)]
     """Each reward term before weighting."""
-    finish_reason: str
+    finish_reason: Word
     """One of FINISH_REASONS."""
     episode: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """Index of the episode within its group."""
-    rewards: list[RewardSpan] = []
+    rewards: Annotated[list[RewardSpan], msgspec.Meta(max_length=MOST_SPANS)] = []
     """Rewards of single turns, in the order of their ends; empty: the reward arrives with the last action."""
-    images: list[ImageId] = []
+    images: Annotated[list[ImageId], msgspec.Meta(max_length=MOST_IMAGES)] = []
     """Images of its context, in the order of their placeholders among the tokens."""
     routed_experts: RoutedExperts | None = None
     """Only with `learner.router_replay`."""
@@ -167,17 +180,20 @@ class Group(Message, frozen=True):
     """The trajectories of one ticket; stored in Redis byte for byte as it was sent."""
 
     id: GroupId
-    kind: Name
+    kind: Word
     epoch: int
-    indices: list[int]
-    trajectories: list[Trajectory]
+    indices: Annotated[list[int], msgspec.Meta(max_length=MOST_TASKS)]
+    trajectories: Annotated[list[Trajectory], msgspec.Meta(max_length=MOST_TRAJECTORIES)]
     missing: Count = 0
-    """Episodes not finished at the group's deadline, or held-out tasks without an answer of the ticket's version."""
-    failures: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)] = {}
+    """Episodes not finished at the group's deadline or not scored, or held-out tasks without an answer of the ticket's
+    version."""
+    lost: Annotated[dict[Word, Lengths], msgspec.Meta(max_length=64)] = {}
+    """For `train`: those of `missing` that could not be scored, by reason."""
+    failures: Annotated[dict[Word, Count], msgspec.Meta(max_length=64)] = {}
     """For `eval`: the missing tasks by reason; the others have `samples` episodes each, one task after the other."""
     greedy_reward: float | None = None
     """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
-    images: dict[ImageId, bytes] = {}
+    images: Annotated[dict[ImageId, bytes], msgspec.Meta(max_length=MOST_IMAGES)] = {}
     """Encoded images of the trajectories, each once, as the env gave them."""
 
 
@@ -342,11 +358,13 @@ class GroupFailed(Message, frozen=True):
     """A ticket failed; its group counts as filtered with this reason."""
 
     id: GroupId
-    kind: Name
+    kind: Word
     """The ticket's kind."""
-    reason: Name
+    reason: Word
     detail: Detail
     tokens: Count = 0
+    lengths: Lengths = []
+    """Of its finished episodes."""
 
 
 class Acknowledge(Message, frozen=True):
@@ -372,6 +390,8 @@ class LearnerHello(Message, frozen=True):
     step: Count
     model_fingerprint: Name = ""
     """Of the run's initial model; a learner with another one is refused. Empty: not compared."""
+    version: Count = 0
+    """The last policy version that its weights, or those of an earlier step of its own history, were published as."""
     vocab_size: Count = 0
     """The model's number of token ids; 0: not compared."""
     undo: bool = False
@@ -396,6 +416,9 @@ class Lease(Message, frozen=True):
     group_ids: list[str]
     importance_weights: list[float]
     """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
+    oldest_version: int
+    staleness: list[int]
+    """Staleness of tokens of `oldest_version`, of the version after it, and so on to the groups' newest."""
 
 
 class NotReady(Message, frozen=True):

@@ -1,11 +1,14 @@
-"""The Redis password, and the redaction of passwords in error messages."""
+"""The Redis password, secrets that a process does not need, and the redaction of passwords in error messages."""
 
 import os
 import re
+from typing import Final
 
 from slipstream.configs.runtime.errors import ConfigError
 
 REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
+LEARNERS_SECRETS: Final = (REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY")
+"""Variables with secrets that a learner may need, and a rollout server never."""
 
 _URL_CREDENTIALS = re.compile(r"(://)\S*@")
 _BARE_CREDENTIALS = re.compile(r"[^\s'\"=:]*:(?!//)\S*@")
@@ -21,6 +24,12 @@ def redis_password() -> str | None:
     if password is not None and any("\udc80" <= letter <= "\udcff" for letter in password):
         raise ConfigError(f"{REDIS_PASSWORD_VARIABLE} holds bytes that are no UTF-8; choose another password")
     return password
+
+
+def drop_learners_secrets() -> None:
+    """Removes them from the environment of this process and of those that it starts."""
+    for name in LEARNERS_SECRETS:
+        os.environ.pop(name, None)
 
 
 def redact(text: str) -> str:

@@ -168,7 +168,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0; at most all of the run."""
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
     """Learning rate after the last step, as a share of the peak; 1: no decay."""
     clip_norm: float = Field(default=1.0, gt=0)
@@ -277,7 +277,8 @@ class LearnerConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     attention: Literal["segments", "flash_attention_2"] = "segments"
-    """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash`."""
+    """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash` and
+    `model.dtype` bfloat16."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory: of each layer all but its input (`full`), or all but
     the results of attention and of every second matrix product (`selective`)."""
@@ -337,9 +338,26 @@ class LearnerConfig(Section):
                 f"learner.groups_per_step={self.groups_per_step} must be a multiple of "
                 f"learner.updates_per_step={self.updates_per_step}"
             )
-        if self.critic is not None and self.critic.pretrain_steps >= self.steps:
+        pretrain = 0 if self.critic is None else self.critic.pretrain_steps
+        if pretrain >= self.steps:
             problems.append(
-                f"learner.critic.pretrain_steps={self.critic.pretrain_steps} must be less than "
+                f"learner.critic.pretrain_steps={pretrain} must be less than "
                 f"learner.steps={self.steps}, or the policy is never trained"
             )
+        else:
+            problems += self._warmup_problems(pretrain)
         return problems
+
+    def _warmup_problems(self, pretrain: int) -> list[str]:
+        """Warm-ups that outlast the training: the learning rate would never reach its peak."""
+        warmups = [("learner.optimizer", self.optimizer, self.steps - pretrain)]
+        if self.critic is not None:
+            warmups.append(("learner.critic.optimizer", self.critic.optimizer, self.steps))
+        after = f" less {pretrain} of learner.critic.pretrain_steps" if pretrain else ""
+        return [
+            f"{key}.warmup_steps={optimizer.warmup_steps} is more than learner.steps={self.steps}"
+            f"{after if optimizer is self.optimizer else ''}: {key}.lr={optimizer.lr:g} would never be reached; lower "
+            "warmup_steps (0: no warm-up), or take more steps"
+            for key, optimizer, steps in warmups
+            if optimizer.warmup_steps > steps
+        ]

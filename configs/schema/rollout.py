@@ -23,7 +23,7 @@ class OverlongConfig(Section):
     turns, close to `rollout.episode.tokens`."""
 
     cache_tokens: int = Field(ge=1)
-    """Number of last tokens over which the penalty grows linearly from 0."""
+    """Number of last tokens over which the penalty grows linearly from 0; at most those of an answer, or episode."""
     penalty: float = Field(default=1.0, gt=0)
     """Penalty of an answer that is cut off."""
 
@@ -36,6 +36,10 @@ class EpisodeConfig(Section):
     makes of the dialogue; where it rewrites earlier turns, the episode continues in another trajectory."""
     tool_format: Literal["auto", "hermes", "qwen3_xml", "llama_json", "none"] = "auto"
     """Format of tool calls in an answer. `auto`: that of the chat template, in episodes that offer tools."""
+    tool_prompt: Literal["template", "system"] = "template"
+    """Place of the tools' schemas in a chat prompt. `template`: where the chat template puts them. `system`: a system
+    message that asks for calls in `tool_format` (`auto`: that of the chat template, else `hermes`), with results as
+    messages of the user: for chat templates without tools."""
     turns: int | None = Field(default=None, ge=1)
     """Maximal answers of an episode; unset: no limit."""
     tokens: int | None = Field(default=None, ge=1)
@@ -53,9 +57,10 @@ class EngineConfig(Section):
 
     name: Literal["vllm", "sglang", "hf"] = "vllm"
     """`hf` is the generation of transformers: slow, for models that the other engines lack."""
-    core: Literal["inline", "process"] = "process"
+    core: Literal["auto", "inline", "process"] = "auto"
     """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: for GPUs. `inline` steps the
-    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU."""
+    engine in a thread of the server: half the CPU time per short answer, for small models on a CPU. `auto`: `inline` on
+    a host without a GPU, if `options` ask for one process."""
     python: UserPath | None = None
     """Interpreter of the environment with the engine's server (`sglang`); unset: this one."""
     max_model_len: int = Field(default=4096, ge=8)
@@ -77,7 +82,7 @@ class EngineConfig(Section):
         """Name of the direct transport into the engine's GPUs, if it has one."""
         if self.name == "sglang":
             return "nccl_sglang"
-        return "nccl" if self.name == "vllm" and self.core == "process" else None
+        return "nccl" if self.name == "vllm" and self.core != "inline" else None
 
 
 class RolloutConfig(Section):
@@ -100,8 +105,14 @@ class RolloutConfig(Section):
     group_deadline_s: Seconds = 300.0
     """Time to generate one group; then its missing answers are aborted and counted. The env has as long to return its
     task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
-    min_group_size: int | None = Field(default=None, ge=2)
-    """Answers with which a group is used at its deadline although some are missing; unset: all of them."""
+    min_episodes: int | None = Field(default=None, ge=1)
+    """Episodes with which a group to train on is used although others were not finished at its deadline or can't be
+    scored; unset: half of `group_size`, rounded up, and at least 2 of several."""
+
+    @property
+    def fewest_episodes(self) -> int:
+        """`min_episodes`, or its default."""
+        return self.min_episodes or min(self.group_size, max(2, (self.group_size + 1) // 2))
 
     @property
     def episode_tokens(self) -> int:
@@ -111,9 +122,9 @@ class RolloutConfig(Section):
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""
         engine, problems = self.engine, self._episode_problems()
-        if (self.min_group_size or 0) > self.group_size:
+        if self.fewest_episodes > self.group_size:
             problems.append(
-                f"rollout.min_group_size={self.min_group_size} is more than rollout.group_size={self.group_size}"
+                f"rollout.min_episodes={self.min_episodes} is more than rollout.group_size={self.group_size}"
             )
         if self.min_groups_in_flight > self.groups_in_flight:
             problems.append(
@@ -130,15 +141,21 @@ class RolloutConfig(Section):
                 f"rollout.sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"rollout.engine.max_model_len={engine.max_model_len}"
             )
-        if self.overlong is not None and self.overlong.cache_tokens > self.sampling.max_tokens:
+        if self.overlong is not None and self.overlong.cache_tokens > self.episode_tokens:
+            key = "episode.tokens" if self.episode.tokens else "sampling.max_tokens"
             problems.append(
                 f"rollout.overlong.cache_tokens={self.overlong.cache_tokens} is more than "
-                f"rollout.sampling.max_tokens={self.sampling.max_tokens}"
+                f"rollout.{key}={self.episode_tokens}"
             )
         return problems
 
     def _episode_problems(self) -> list[str]:
         episode, problems = self.episode, []
+        if episode.tool_prompt == "system" and episode.tool_format == "none":
+            problems.append(
+                "rollout.episode.tool_prompt=system asks for calls in a format, and tool_format=none has none; choose "
+                "rollout.episode.tool_format, or leave it out"
+            )
         if episode.tokens is not None and episode.tokens < self.sampling.max_tokens:
             problems.append(
                 f"rollout.episode.tokens={episode.tokens} is less than the tokens of one answer, "

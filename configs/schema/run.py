@@ -2,9 +2,9 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
@@ -16,6 +16,10 @@ from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 
+FLASH_IN_FLOAT32: Final = (
+    "learner.attention=flash_attention_2 computes in bfloat16 only, and model.dtype is float32: set "
+    "model.dtype=bfloat16, or learner.attention=segments"
+)
 ENV_SCORE: Final = "env"
 """The name under which the sum of a session's rewards is recorded."""
 
@@ -101,10 +105,6 @@ class LoraConfig(Section):
         return targets
 
 
-def _resolved(dtype: object) -> object:
-    return fastest_dtype() if dtype == "auto" else dtype
-
-
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or model, or a tiny model that is built for the run."""
 
@@ -116,16 +116,21 @@ class ModelConfig(Section):
     """Branch, tag or commit of a hub's model; unset: its main branch."""
     build: Literal["digits", "text", "vision"] | None = None
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
-    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template; `vision` is a
-    Qwen2.5-VL with small letters, digits and a chat template."""
-    dtype: Annotated[Dtype, BeforeValidator(_resolved)] = Field(default="auto", validate_default=True)
-    """Precision of the engine and of the learner's forward and backward pass (master weights are float32); `auto`:
-    bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs."""
+    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template with tools; `vision` is
+    a Qwen2.5-VL with small letters, digits and a chat template."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the engine and of the learner's forward and backward pass (master weights are float32). `auto`:
+    bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs; learner and rollout servers must come to the same."""
     train_vision_encoder: bool = False
     """Train the vision encoder of a vision-language model, too. Engines then compute each image's features again after
     every update."""
     lora: LoraConfig | None = None
     """Train adapters of the model and leave its own weights as they are; unset: train all weights."""
+
+    @property
+    def dtype_here(self) -> Dtype:
+        """The precision on this host."""
+        return fastest_dtype() if self.dtype == "auto" else self.dtype
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -194,9 +199,11 @@ class ScoringConfig(Section):
     """Execution of the reward functions."""
 
     workers: int = Field(default=2, ge=0)
-    """Worker processes; 0 scores inside the rollout server, without a deadline: for cheap, trusted functions."""
-    deadline_s: Seconds = 10.0
-    """Time to score one group; then the worker is killed, and the group is dropped and counted."""
+    """Worker processes; 0 scores inside the rollout server, plain functions without a deadline: for cheap, trusted
+    ones."""
+    deadline_s: Seconds = 30.0
+    """Time of one call of a reward without limits of its own: for one answer, or as much for each of a group's. Then it
+    is ended, which costs its episodes."""
 
 
 class EvalConfig(Section):
@@ -275,6 +282,7 @@ class RunConfig(Section):
         problems = [
             *self._reward_problems(),
             *self.learner.problems(),
+            *self._precision_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -303,11 +311,19 @@ class RunConfig(Section):
             problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
         return problems
 
+    def _precision_problems(self) -> list[str]:
+        """A kernel that has no such precision; the learner, which resolves `auto`, refuses the same."""
+        if self.model.dtype == "float32" and self.learner.attention == "flash_attention_2":
+            return [FLASH_IN_FLOAT32]
+        return []
+
     def _group_problems(self) -> list[str]:
-        if self.rollout.group_size >= 2 or not self._group_relative:
+        size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
+        if min(size, fewest) >= 2 or not self._group_relative:
             return []
+        key = "group_size" if size < 2 else "min_episodes"
         return [
-            "rollout.group_size must be at least 2 for group-relative advantages such as "
+            f"rollout.{key} must be at least 2 for group-relative advantages such as "
             f"learner.advantage={self.learner.advantage.name}"
         ]
 

@@ -3,7 +3,8 @@
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from threading import Lock
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ _RAW: Final = "-raw"
 _GAME: Final = -1
 _MOST_OPPONENT_TURNS: Final = 200
 _BRACKETED: Final = re.compile(r"\[[^\[\]\n]+\]")
+
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_NLTK_DATA: Final = re.compile(r"Resource '?(\w+)'? not found")
 
 _random_lock = Lock()
 """Games draw from the random generators of the process."""
@@ -67,7 +71,8 @@ class Textarena(GeneratedGames):
         seed: int = 0,
         chat: bool = True,
     ) -> None:
-        require("textarena")
+        with _without_output():
+            require("textarena")
         self._game, self._make, self._player, self._chat = game, dict(make or {}), player, chat
         self._opponent: Opponent = find_plugin("opponent", opponent, OPPONENTS)
         if player not in (None, 0, 1):
@@ -75,6 +80,11 @@ class Textarena(GeneratedGames):
         self._players = _count_players(game, self._make)
         options = [game, opponent, player, self._make, chat]
         super().__init__(size, eval_size, seed, made_by=release("textarena"), options=options)
+
+    @staticmethod
+    def choices() -> tuple[str, list[str]]:
+        """An option, and its values that the package offers. Raises: ConfigError when it is not installed."""
+        return "game", _games()
 
     def session(self, task: Task) -> ThreadedSession:
         """The game with the task's seed."""
@@ -89,21 +99,41 @@ def _maker(game: str, make: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: textarena.make(game.removesuffix(_RAW) + _RAW, **make)
 
 
+@contextmanager
+def _without_output() -> Iterator[None]:
+    """Context for the package's first import and for starting a game, which may try to download data.
+
+    nltk prints how that fails to the stderr of its import; the game then raises an error, which is reported.
+    """
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def _games() -> list[str]:
+    """Names of the package's games, without those of their wrappers."""
+    names = require("textarena", "textarena.envs.registration").ENV_REGISTRY
+    return sorted(name.removesuffix(_RAW) for name in names if name.endswith(_RAW))
+
+
 def _count_players(game: str, make: Mapping[str, Any]) -> int:
     """1 or 2; starts the game once. Raises: ConfigError."""
-    names = require("textarena", "textarena.envs.registration").ENV_REGISTRY
-    if game.removesuffix(_RAW) + _RAW not in names:
-        known = [name.removesuffix(_RAW) for name in names if name.endswith(_RAW)]
+    known = _games()
+    if game.removesuffix(_RAW) not in known:
         raise ConfigError(f"env textarena: there is no game {game!r}{suggest(game, known)}")
     problem = ""
     for players in (1, 2):
         state = _RandomState(0)
         try:
-            with state.active():
+            with state.active(), _without_output():
                 _maker(game, make)().reset(num_players=players, seed=0)
         # The package's games raise anything: for a wrong number of players an AssertionError, without their data a
         # LookupError of nltk, and some have syntax that this Python lacks.
         except Exception as error:  # noqa: BLE001
+            if missing := _NLTK_DATA.search(_COLOURS.sub("", str(error))):
+                raise ConfigError(
+                    f"env textarena: {game} needs nltk's data {missing[1]!r}: python -m nltk.downloader {missing[1]}, "
+                    "or without a network copy it from another machine's ~/nltk_data"
+                ) from None
             problem = " ".join(format_error(error).split())[:300]
         else:
             return players

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
+from weakref import WeakSet
 
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.logging import get_log
@@ -31,8 +32,9 @@ CHECK_S: Final = 5.0
 """Deadline of a health check."""
 STOP_S: Final = 10.0
 """Deadline of a server's end; the library kills it after two times 2 s."""
-RETRY_S: Final = 5.0
-"""After a failed start, calls fail for so long without another attempt."""
+RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 60.0
+"""After a failed start, calls fail without another attempt: for `RETRY_S`, twice as long after each further failure."""
 STDERR_BYTES: Final = 16 << 20
 """Size at which the file of a server's stderr is emptied; it is compared every `STDERR_CHECK_S`."""
 STDERR_CHECK_S: Final = 5.0
@@ -46,8 +48,9 @@ class ServerEnded(Exception):
 class Mcp:
     """The tools of one MCP server.
 
-    A server that ended or does not respond is restarted, and a call that failed for that is repeated once. The episode
-    is lost if the server can't be restarted, or if it was the episode's own.
+    A server that ended or does not respond is restarted, and a call that failed for that is repeated once. Calls share
+    a restart, which continues after their deadlines: later calls use it. The episode is lost if the server can't be
+    restarted, or if it was the episode's own.
 
     Args:
         command: the server's program and arguments, for stdio. It ends with this process.
@@ -84,9 +87,12 @@ class Mcp:
         self._url, self._headers = url, dict(headers or {})
         self._stderr = None if stderr is None else expand_home(Path(stderr))
         self._shared: _Server | None = None
-        self._failed_at, self._failure = float("-inf"), ""
+        self._renewal: asyncio.Task[None] | None = None
+        self._failures, self._failure, self._retry_at = 0, "", float("-inf")
+        self._servers = WeakSet[_Server]()
+        """All that run, start or end."""
+        self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._lock = asyncio.Lock()
         self._pool: Pool[_Server] | None = None
         if servers:
             self._pool = Pool(
@@ -128,30 +134,39 @@ class Mcp:
         self._thread.join(STOP_S)
 
     async def _in_loop(self, work: Any) -> Any:
-        """Runs a coroutine in the clients' loop; a cancellation of the caller cancels it."""
+        """Runs a coroutine in the clients' loop; a cancellation of the caller cancels it.
+
+        Raises: ToolUnavailable after `close`.
+        """
         return await asyncio.wrap_future(self._submit(work))
 
     def _submit(self, work: Any) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise self._closed_error() from None
+
+    def _closed_error(self) -> ToolUnavailable:
+        return ToolUnavailable(f"MCP server {self} is closed")
 
     def _run_loop(self) -> None:
         self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_others())
         self._loop.close()
 
     async def _first(self) -> list[Any]:
         """The tools with their descriptions and schemas. Raises: ToolUnavailable."""
-        server = await self._started()
         if self._pool is None:
-            self._shared = server
-        else:
-            await server.close()
-        return server.tools
+            return (await self._live()).tools
+        async with self._pool.use() as server:
+            return server.tools
 
     async def _close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(server.close() for server in self._servers))
         if self._pool is not None:
             await self._pool.close()
-        if self._shared is not None:
-            await self._shared.close()
 
     def _tools(self, offered: Sequence[Any], *, names: Sequence[str] | None) -> list[Tool]:
         """Raises: ConfigError for a name that the server does not have."""
@@ -188,25 +203,38 @@ class Mcp:
 
     async def _live(self) -> "_Server":
         """The shared server, restarted if it has ended. Raises: ToolUnavailable."""
-        async with self._lock:
-            if self._shared is not None and await self._shared.is_healthy():
-                return self._shared
-            if time.monotonic() < self._failed_at + RETRY_S:
-                raise ToolUnavailable(self._failure)
-            if self._shared is not None:
-                log.warning("MCP server is restarted", server=str(self))
-                await self._shared.close()
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew())
+        # Unlike a plain await this does not cancel the restart at the deadline of one of the calls that share it.
+        await asyncio.wait([self._renewal])
+        if self._shared is None:
+            raise ToolUnavailable(self._failure)
+        return self._shared
+
+    async def _renew(self) -> None:
+        """Replaces the shared server if it has ended or does not respond; without success there is none then."""
+        if self._shared is not None:
+            if await self._shared.is_healthy():
+                return
+            log.warning("MCP server is restarted", server=str(self))
+            await self._shared.close()
             self._shared = None
-            try:
-                self._shared = await self._started()
-            except ToolUnavailable as error:
-                self._failed_at, self._failure = time.monotonic(), str(error)
-                raise
-            return self._shared
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            self._shared = await self._started()
+            self._failures = 0
+        except ToolUnavailable as error:
+            self._failure = str(error)
+            self._retry_at = time.monotonic() + min(MAX_RETRY_S, RETRY_S * 2.0**self._failures)
+            self._failures += 1
 
     async def _started(self) -> "_Server":
         """A new server. Raises: ToolUnavailable."""
+        if self._closed:
+            raise self._closed_error()
         server = _Server(self)
+        self._servers.add(server)
         await server.start()
         return server
 
@@ -251,16 +279,19 @@ class _Server:
         self._stop = asyncio.Event()
         self._ready = asyncio.Event()
         self.tools: list[Any] = []
+        # The library's contexts must be entered and left in one task.
+        self._task = asyncio.create_task(self._run())
 
     async def start(self) -> None:
-        """Connects and lists the tools. Raises: ToolUnavailable."""
-        # The library's contexts must be entered and left in one task.
-        self._task = asyncio.ensure_future(self._run())
+        """Waits for the connection and the list of tools; ends the server if cancelled. Raises: ToolUnavailable."""
         ready = asyncio.ensure_future(self._ready.wait())
         try:
             await asyncio.wait(
                 [self._task, ready], timeout=self._settings.start_deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         finally:
             ready.cancel()
         if not self._ready.is_set():
@@ -309,9 +340,10 @@ class _Server:
 
     async def close(self) -> None:
         """Ends the connection, and over stdio the server."""
+        if not self._stop.is_set() and not self._ready.is_set():
+            # It waits for the server's answer. Once only: a second one would interrupt the server's end.
+            self._task.cancel()
         self._stop.set()
-        if not self._ready.is_set():
-            self._task.cancel()  # it waits for the server's answer
         _, pending = await asyncio.wait([self._task], timeout=STOP_S)
         for task in pending:
             task.cancel()
@@ -350,6 +382,14 @@ class _Server:
 
     def __str__(self) -> str:
         return str(self._settings)
+
+
+async def _cancel_others() -> None:
+    """Cancels all other tasks of the event loop, and waits for their ends."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
 
 
 def _appending(file: TextIO) -> TextIO:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.schema.run import ToolConfig
@@ -74,28 +74,30 @@ class ToolEnv:
         described = json.dumps([self._env.fingerprint(), self._schemas, data], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
+    def opening(self, task: Task) -> Observation:
+        """The prompt as chat messages, and the tools' schemas."""
+        prompt = task.prompt
+        return Observation([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self._schemas)
+
     def session(self, task: Task) -> "ToolSession":
         """An episode of the task."""
-        return ToolSession(task, self._toolboxes, self._schemas)
+        return ToolSession(self.opening(task), self._toolboxes)
 
 
 class ToolSession:
     """Runs the calls of each action in parallel; their results are the observation."""
 
-    def __init__(self, task: Task, toolboxes: Sequence[LimitedToolbox], schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._task = task
+    def __init__(self, opening: Observation, toolboxes: Sequence[LimitedToolbox]) -> None:
+        self._opening = opening
         self._toolboxes = toolboxes
-        self._schemas = schemas
         self._held = AsyncExitStack()
         self._tools: dict[str, LimitedTool] = {}
 
     async def reset(self) -> Observation:
-        """The prompt as chat messages, and the tools' schemas. Raises: ToolUnavailable."""
+        """The opening, once the tools are ready. Raises: ToolUnavailable."""
         for toolbox in self._toolboxes:
             self._tools |= {limited.tool.name: limited for limited in await toolbox.open(self._held)}
-        prompt = self._task.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Observation(messages, self._schemas)
+        return self._opening
 
     async def step(self, action: Action) -> Turn:
         """The results of the action's calls; without any the episode ends. Raises: ToolUnavailable."""

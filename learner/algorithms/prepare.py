@@ -97,7 +97,7 @@ class StepPreparer:
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
-            total=self.world.sum,
+            total=self._total,
         )
         return PreparedStep(
             rows=rows,
@@ -115,6 +115,10 @@ class StepPreparer:
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
         )
+
+    def _total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks. The collective works in place, but advantages may use their argument again."""
+        return self.world.sum(values.clone(memory_format=torch.contiguous_format))
 
     def _rewards(
         self, rows: ActionBatch, proximal_BT: Tensor, reference_BT: Tensor | None, kl_coefficient: float

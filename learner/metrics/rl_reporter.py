@@ -170,6 +170,7 @@ def _ledger_figures(state: State) -> dict[str, float]:
         "buffer/spilled_groups": state.counts.spilled,
         "buffer/spilled_bytes": state.counts.spilled_bytes,
         "buffer/spill_errors": state.counts.spill_errors,
+        **{f"buffer/answers_dropped/{reason}": answers for reason, answers in state.counts.answers_dropped.items()},
         **{f"buffer/length_bias/{name}": distance for name, distance in state.length_bias.items()},
         **{f"buffer/tasks/{outcome}": tasks for outcome, tasks in state.tasks.items()},
     }

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig
 
-from slipstream.configs.models import model_fingerprint, without_remote_code
+from slipstream.configs.models import model_fingerprint, require_peft, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.run import LoraConfig
+from slipstream.configs.schema.run import FLASH_IN_FLOAT32, LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
@@ -24,7 +24,7 @@ from slipstream.learner.models.layers import (
     compile_layers,
     decoder_of,
 )
-from slipstream.learner.models.lora import add_adapters, init_adapters
+from slipstream.learner.models.lora import add_adapters, init_adapters, target_names
 from slipstream.learner.models.moe import prepare_experts, routers
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.recurrent import separate_sequences
@@ -145,12 +145,33 @@ def _on_all_ranks(world: World, call: Callable[[], T]) -> T:
     return results[0]
 
 
-def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
+def check_model(path: Path, options: ModelOptions) -> None:
+    """Compares a model's files with its configuration, and the adapters' targets with its layers; no weight is read.
+
+    Raises: ConfigError when the learner can't train it.
+    """
+    attention.register()
+    loader = _loader(path, _config(path), options)
+    loader.require_complete()
+    if options.lora is not None:
+        require_peft()
+        target_names(loader.model, decoder_of(loader.model), options.lora)
+
+
+def _config(path: Path) -> Any:
+    """The configuration of transformers. Raises: ConfigError."""
     with as_config_error(str(path)), without_remote_code(path):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(f"the weights in {path} are quantized; choose the model in bfloat16 or float32")
-        refuse(world.sizes, config, adapters=options.lora is not None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"the weights in {path} are quantized; choose the model in bfloat16 or float32")
+    return config
+
+
+def _loader(path: Path, config: Any, options: ModelOptions) -> WeightLoader:
+    """The model without data, and the loader of its weights. Raises: ConfigError."""
+    if options.dtype == torch.float32 and options.attention == "flash_attention_2":
+        raise ConfigError(FLASH_IN_FLOAT32)
+    with as_config_error(str(path)), without_remote_code(path):
         with _parameters_without_data():
             model: Any = auto_class(config.model_type).from_config(
                 config,
@@ -161,7 +182,14 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
         model.eval()
         if not options.train_vision_encoder:
             freeze_encoder(model)
-        loader = WeightLoader(model, path, WeightFiles(path))
+        return WeightLoader(model, path, WeightFiles(path))
+
+
+def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
+    config = _config(path)
+    refuse(world.sizes, config, adapters=options.lora is not None)
+    loader = _loader(path, config, options)
+    model = loader.model
     decoder = decoder_of(model)
     separate_sequences(decoder)
     prepare_experts(model, decoder.layers, replays=options.router_replay)

@@ -34,6 +34,17 @@ def add_adapters(model: nn.Module, decoder: Any, lora: LoraConfig, *, dtype: tor
     require_peft()
     import peft
 
+    targets = target_names(model, decoder, lora)
+    model.requires_grad_(False)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    # Not `get_peft_model`, whose wrapper would hide the model's class and methods.
+    peft.inject_adapter_in_model(config, decoder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+
+
+def target_names(model: nn.Module, decoder: Any, lora: LoraConfig) -> list[str]:
+    """Names of the linear layers that get adapters. Raises: ConfigError when a target is no linear layer."""
     linear = {name.rpartition(".")[2] for name, module in decoder.layers.named_modules() if type(module) is nn.Linear}
     targets = linear if isinstance(lora.targets, str) else set(lora.targets)
     if strange := sorted(targets - linear):
@@ -41,12 +52,7 @@ def add_adapters(model: nn.Module, decoder: Any, lora: LoraConfig, *, dtype: tor
             f"model.lora.targets: {type(model).__name__} has no linear layers {', '.join(strange)}; it has "
             f"{', '.join(sorted(linear))}"
         )
-    model.requires_grad_(False)
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(targets))
-    # Not `get_peft_model`, whose wrapper would hide the model's class and methods.
-    peft.inject_adapter_in_model(config, decoder)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+    return sorted(targets)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -41,11 +41,11 @@ class WeightFiles:
     """The tensors of a model's folder; nothing is read before it is sliced."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError when the folder has no weights; whatever the readers of damaged files raise."""
+        """Raises: ConfigError for a folder without weights, or a damaged file; whatever the reader of *.bin raises."""
         self._tensors: dict[str, Any] = {}
         for file in _files(folder):
             if file.suffix == ".safetensors":
-                opened: Any = safe_open(file, framework="pt")  # has no types
+                opened = _open(file)
                 self._tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
             else:
                 # Mapped into memory too, unless it was written by a torch before 1.6.
@@ -63,6 +63,17 @@ class WeightFiles:
     def sliceable(self, name: str) -> Any:
         """The tensor, of which only what is sliced is read."""
         return self._tensors[name]
+
+
+def _open(file: Path) -> Any:
+    """A file of safetensors, of which only the header is read. Raises: ConfigError."""
+    try:
+        opened: Any = safe_open(file, framework="pt")  # has no types
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing, which the index of the weights names; copy the model again") from None
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged or cut off ({error}); copy the model again") from None
+    return opened
 
 
 def _files(folder: Path) -> list[Path]:
@@ -113,6 +124,23 @@ class WeightLoader:
         for first, conversion in self._converted.items():
             if id(self._holders[first][0]) in modules:
                 filled |= self._convert(first, conversion)
+        self._require_parameters(filled, modules)
+
+    def require_complete(self) -> None:
+        """Compares the files' tensors with the model's, before anything is read or allocated.
+
+        Of those that are converted, the names alone.
+
+        Raises: ConfigError when tensors are missing, or have other shapes.
+        """
+        for name, saved_as in self._plain.items():
+            self._require_shape(name, self._shape(self.files.sliceable(saved_as)), self._held(name).shape)
+        if all(len(conversion.target_patterns) == 1 for conversion in self._converted.values()):
+            found = {id(self._held(name)) for name in (*self._plain, *self._converted)}
+            self._require_parameters(found, {id(module) for module in self.model.modules()})
+
+    def _require_parameters(self, filled: set[int], modules: set[int]) -> None:
+        """Raises: ConfigError if parameters of the modules are not among the filled tensors."""
         missing = [
             name
             for name, (module, attribute) in self._holders.items()
@@ -165,20 +193,30 @@ class WeightLoader:
 
         Raises: ConfigError when it has another shape.
         """
-        module, attribute = self._holders[name]
-        held: Tensor = getattr(module, attribute)
-        shape = list(saved.shape) if isinstance(saved, Tensor) else saved.get_shape()
+        held = self._held(name)
         local = held.to_local() if isinstance(held, DTensor) else held
-        if shape != list(local.shape if is_own else held.shape):
-            raise ConfigError(
-                f"{name} has the shape {shape} in the files of {self.path}, and {list(held.shape)} by its config.json"
-            )
+        self._require_shape(name, self._shape(saved), local.shape if is_own else held.shape)
         if local.numel() == 0:  # a tensor with fewer rows than ranks
             return id(held)
         own = saved[...] if is_own or not isinstance(held, DTensor) else DtensorShardOperation(held).shard_tensor(saved)
         assert own is not None, "only of one of several pieces a rank may have nothing"
         local.copy_(own)
         return id(held)
+
+    def _held(self, name: str) -> Tensor:
+        module, attribute = self._holders[name]
+        held: Tensor = getattr(module, attribute)
+        return held
+
+    @staticmethod
+    def _shape(saved: Any) -> list[int]:
+        return list(saved.shape if isinstance(saved, Tensor) else saved.get_shape())
+
+    def _require_shape(self, name: str, saved: list[int], wanted: torch.Size) -> None:
+        if saved != list(wanted):
+            raise ConfigError(
+                f"{name} has the shape {saved} in the files of {self.path}, and {list(wanted)} by its config.json"
+            )
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -79,7 +79,7 @@ def assemble(
         trainer.model,
         config.weights,
         run=config.run.name,
-        dtype=getattr(torch, config.model.dtype),
+        dtype=getattr(torch, config.model.dtype_here),
         device=world.device,
         publisher=None if root is None else root.publisher,
     )
@@ -185,7 +185,7 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
 def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
     """Options of all models of a training."""
     return ModelOptions(
-        dtype=getattr(torch, model.dtype),
+        dtype=getattr(torch, model.dtype_here),
         attention=learner.attention,
         activation_checkpointing=learner.activation_checkpointing,
         train_vision_encoder=model.train_vision_encoder,
@@ -228,7 +228,7 @@ def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, 
             evaluation=config.eval,
             paths=config.paths,
             initial_model=initial_model,
-            export_dtype=getattr(torch, config.model.dtype),
+            export_dtype=getattr(torch, config.model.dtype_here),
             export_adapter=config.model.lora is not None and config.model.lora.export == "adapter",
         ),
         world=trainer.world,
@@ -300,7 +300,7 @@ def _root_services(
         build_trackers(config.paths, config.tracking, run=config.run.name, recorded=config.model_dump(mode="json")),
         publisher.figures,
         steps=config.learner.steps,
-        dtype=config.model.dtype,
+        dtype=config.model.dtype_here,
         signal=SignalWatch(
             group_relative=config.learner.advantage.name in GROUP_RELATIVE,
             fixed_length=has_fixed_length(config.rollout.sampling),

@@ -1,19 +1,21 @@
 """The reward `by_source`: each task is scored by the reward of its data source, or of its env."""
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from functools import partial
+from typing import Any, ClassVar, Final
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, Score, group_reward
-from slipstream.rewards.compose import Reward
+from slipstream.rewards.base import Episode, Failure, Result, Score, group_reward
+from slipstream.rewards.compose import Reward, run_all
 from slipstream.rewards.registry import find_reward
 from slipstream.rewards.runners.base import close_rewards
 
@@ -49,22 +51,48 @@ class BySource:
     key: str = "data_source"
     """Key of the task's info with its source; `env`: the label of an env in a mixture."""
 
+    uses_threads: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
+        self._deadline_s = math.inf
         self._found = {pattern: find_reward(_term(each)) for pattern, each in self.rewards.items()}
         self._default = None if self.default is None else find_reward(_term(self.default))
-        # Plain rewards need not be safe for threads. The locks are of the event loop: a call that hangs past the
-        # deadline of its group keeps its thread, but not its lock.
+        # Plain rewards need not be safe for threads. The locks are of the event loop: a call that hangs past its limit
+        # keeps its thread, but not its lock.
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def __call__(self, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """See the class; the episodes are of one task. Raises: RewardFailed too."""
-        label, reward = self.reward_of(episodes[0].info)
-        if reward.is_async:
-            scores = await reward.score_async(episodes)
-        else:  # outside of the event loop, as elsewhere: it may call asyncio.run itself
-            async with self._locks[id(reward.function)]:
-                scores = await run_in_thread(reward.score, episodes)
-        return [Score(each.value, {**each.parts, label: each.value}, each.spans) for each in scores]
+    def set_deadline(self, deadline_s: float) -> None:
+        """Sets the time of one call of each reward that has no limit of its own."""
+        self._deadline_s = deadline_s
+
+    @property
+    def worst_case_s(self) -> float:
+        """That of the slowest reward which was given."""
+        given = [*self._found.values(), *([] if self._default is None else [self._default])]
+        return max([self._deadline_s, *(reward.worst_case_s or 0.0 for reward in given)])
+
+    async def __call__(self, episodes: Sequence[Episode]) -> Sequence[Result]:
+        """See the class; the episodes are of one task."""
+        label, found = self.reward_of(episodes[0].info)
+        reward = replace(found, deadline_s=self._deadline_s)
+        calls = [[episodes[index] for index in call.indices] for call in reward.calls(len(episodes))]
+        run = reward.run_async if reward.is_async else partial(self._run_in_thread, reward)
+        results = [result for results in await run_all([run(chosen) for chosen in calls]) for result in results]
+        return [
+            each if isinstance(each, Failure) else Score(each.value, {**each.parts, label: each.value}, each.spans)
+            for each in results
+        ]
+
+    async def _run_in_thread(self, reward: Reward, episodes: Sequence[Episode]) -> list[Result]:
+        """Outside of the event loop, as elsewhere: the reward may call asyncio.run itself."""
+        limit_s = reward.limit_s(len(episodes))
+        async with self._locks[id(reward.function)]:
+            try:
+                async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
+                    results: list[Result] = await run_in_thread(reward.run, episodes)
+            except TimeoutError:
+                return [reward.late(limit_s)] * len(episodes)
+        return results
 
     def close(self) -> None:
         """Ends what the rewards have started."""

@@ -50,7 +50,7 @@ class RewardModel:
     max_tokens: int = Field(default=4096, ge=1)
     """Longest dialogue for the model in `path`; longer ones lose their beginning."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Time of one request; `scoring.deadline_s` must be longer."""
+    """Time of one try; there are four."""
     concurrency: int = Field(default=64, ge=1)
     """Requests at a time, of each worker."""
 
@@ -63,6 +63,7 @@ class RewardModel:
             url = self._local_url(self.path.expanduser())
         assert url is not None
         self.endpoint = Endpoint(url, timeout_s=self.timeout_s, retries=3, concurrency=self.concurrency)
+        self.worst_case_s = self.endpoint.worst_case_s
 
     async def __call__(self, episode: Episode) -> Score:
         """The part `weights` holds the first 24 bits of the weights' fingerprint, of a model in `path`."""

@@ -6,27 +6,39 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
+from typing import Final, Protocol
 
 from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed
-from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
+from slipstream.rewards.base import Episode, Result
+from slipstream.rewards.compose import Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
+
+OUT_OF_TIME: Final = (
+    "not scored when the ticket's time was over; raise scoring.workers, or lower rollout.groups_in_flight"
+)
 
 
 class Runner(Protocol):
-    """Runs reward functions on one group at a time per slot."""
+    """Calls reward functions for one group at a time per slot."""
 
     @property
     def slots(self) -> int:
         """Groups that can be scored at once."""
         ...
 
-    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        """The scores of a group under these rewards. Raises: RewardFailed; the runner stays usable."""
+    @property
+    def rewards(self) -> Mapping[str, Reward]:
+        """All rewards by name."""
+        ...
+
+    async def score(
+        self, calls: Sequence[Call], episodes: Sequence[Episode], *, until: float | None = None
+    ) -> list[list[Result]]:
+        """The results of these calls; what has none at `until`, the event loop's time, fails."""
         ...
 
     def close(self) -> None:
@@ -35,28 +47,40 @@ class Runner(Protocol):
 
 
 class InlineRunner:
-    """Calls rewards in this process: plain ones in this thread and without a deadline, async ones in its event loop."""
+    """Calls rewards in this process: plain ones in this thread and without a limit, async ones in its event loop."""
 
     slots = 64
 
     def __init__(self, terms: Sequence[RewardConfig], *, deadline_s: float) -> None:
         """Raises: ConfigError if a reward can't be built."""
-        self._rewards = find_rewards(terms)
-        self._deadline_s = deadline_s
+        self.rewards: Mapping[str, Reward] = find_rewards(terms, deadline_s=deadline_s)
 
-    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        """As the protocol has it. Raises: RewardFailed; KeyError for another name."""
-        rewards = [self._rewards[name] for name in names]
-        scores = score_plain(rewards, episodes)
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return scores | await score_async(rewards, episodes)
-        except TimeoutError:
-            raise late(names, self._deadline_s) from None
+    async def score(
+        self, calls: Sequence[Call], episodes: Sequence[Episode], *, until: float | None = None
+    ) -> list[list[Result]]:
+        """As the protocol has it. Raises: KeyError for a name that is unknown."""
+        plain = [call for call in calls if not self._is_async(call)]
+        found = {call: self.rewards[call.name].run(chosen(call, episodes)) for call in plain}
+
+        async def run(call: Call) -> None:
+            found[call] = await self.rewards[call.name].run_async(chosen(call, episodes))
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await run_all([run(call) for call in calls if self._is_async(call)])
+        return [found.get(call) or call.failed("scoring_timeout", f"{call.name}: {OUT_OF_TIME}") for call in calls]
 
     def close(self) -> None:
         """Ends what the rewards have started."""
-        close_rewards(self._rewards.values())
+        close_rewards(self.rewards.values())
+
+    def _is_async(self, call: Call) -> bool:
+        return self.rewards[call.name].is_async
+
+
+def chosen(call: Call, episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes of a call."""
+    return [episodes[index] for index in call.indices]
 
 
 def close_rewards(rewards: Iterable[Reward]) -> None:
@@ -67,26 +91,24 @@ def close_rewards(rewards: Iterable[Reward]) -> None:
             close()
 
 
-def late(names: Sequence[str], deadline_s: float) -> RewardFailed:
-    """The failure of a group that is not scored at its deadline."""
-    return RewardFailed("reward_timeout", f"{', '.join(names)}: no scores within scoring.deadline_s={deadline_s:g}")
-
-
 def start_worker(
-    work: Callable[[socket.socket, Sequence[RewardConfig], int], None], terms: Sequence[RewardConfig]
+    work: Callable[[socket.socket, Sequence[RewardConfig], float, int], None],
+    terms: Sequence[RewardConfig],
+    deadline_s: float,
 ) -> tuple[socket.socket, SpawnProcess]:
-    """Starts a process that runs `work(socket, terms, id of this process)`; returns the socket's other end."""
+    """Starts a process that runs `work`; returns the other end of its socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs:
         # spawn: a fork would copy the engine's threads and locks.
-        process = get_context("spawn").Process(target=work, args=(theirs, tuple(terms), os.getpid()), name="rewards")
+        arguments = (theirs, tuple(terms), deadline_s, os.getpid())
+        process = get_context("spawn").Process(target=work, args=arguments, name="rewards")
         process.start()
     return ours, process
 
 
-def load_in_worker(terms: Sequence[RewardConfig], server_id: int) -> Mapping[str, Reward]:
+def load_in_worker(terms: Sequence[RewardConfig], deadline_s: float, server_id: int) -> Mapping[str, Reward]:
     """The rewards of a worker process, which ends with the process `server_id`. Raises: ConfigError."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
     guard_this_process(f"SLIPSTREAM_REWARDS={os.getpid()}-{time.time_ns()}", server_id)
-    return find_rewards(terms)
+    return find_rewards(terms, deadline_s=deadline_s)

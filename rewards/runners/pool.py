@@ -1,4 +1,4 @@
-"""Runs rewards in worker processes: plain ones a group at a time, killed at its deadline; async ones in a shared one.
+"""Runs rewards in worker processes: plain ones a group at a time, killed when a call hangs; async ones in a shared one.
 
 Each worker has its own socket and can be killed at any time. In the pools of libraries workers share a pipe and a lock,
 so that one worker that is stuck in C code, or crashes while it holds them, blocks all others.
@@ -8,24 +8,25 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed
-from slipstream.rewards.compose import Reward, Scores, run_all, score_plain
+from slipstream.rewards.base import Episode, Result
+from slipstream.rewards.compose import Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import close_rewards, late, load_in_worker, start_worker
+from slipstream.rewards.runners.base import OUT_OF_TIME, chosen, close_rewards, load_in_worker, start_worker
 from slipstream.rewards.runners.messages import (
     LENGTH_BYTES,
     START_S,
+    UnreadableInfo,
     WorkerEnded,
     decode_reply,
     decode_request,
-    encode_failure,
+    encode_error,
+    encode_reply,
     encode_request,
-    encode_scores,
     framed,
 )
 from slipstream.rewards.runners.shared import GROUPS, SharedWorker
@@ -41,9 +42,10 @@ class Worker:
         is_loaded: whether it has reported that its rewards are loaded.
     """
 
-    def __init__(self, terms: Sequence[RewardConfig]) -> None:
+    def __init__(self, terms: Sequence[RewardConfig], *, deadline_s: float) -> None:
         """Starts the process, with the rewards of these terms."""
-        self._socket, self._process = start_worker(_work, terms)
+        self._socket, self._process = start_worker(_work, terms, deadline_s)
+        self._received = bytearray()
         self._started = time.monotonic()
         self.is_loaded = False
         self._is_usable = True
@@ -75,25 +77,28 @@ class Worker:
             raise await self._ended()
         self.is_loaded = True
 
-    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        """The scores of a group; when this is cancelled, the worker must be killed.
+    async def score(
+        self, calls: Sequence[Call], episodes: Sequence[Episode], limits_s: Sequence[float], done: list[list[Result]]
+    ) -> None:
+        """Appends the results of each call to `done` as they come; if that fails or is cancelled, kill the worker.
 
-        Raises: RewardFailed, WorkerEnded.
+        Raises: TimeoutError when the call that is next in `done` exceeds its limit; WorkerEnded, UnreadableInfo.
         """
-        group = encode_request(names, episodes)
+        request, loop = encode_request(calls, episodes), asyncio.get_running_loop()
         self._is_usable = False
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, framed(group))
-        except ConnectionError:
-            raise await self._ended() from None
-        message = await self._message()
-        try:
-            scores = decode_reply(message, names, len(episodes))
-        except RewardFailed:
-            self._is_usable = True
-            raise
+        async with asyncio.timeout(limits_s[0]) as limit:
+            try:
+                await loop.sock_sendall(self._socket, framed(request))
+            except ConnectionError:
+                raise await self._ended() from None
+            for call, limit_s in zip(calls, limits_s, strict=True):
+                limit.reschedule(loop.time() + limit_s)
+                try:
+                    done.append(decode_reply(await self._message(), len(call.indices)))
+                except UnreadableInfo:
+                    self._is_usable = True
+                    raise
         self._is_usable = True
-        return scores
 
     def kill(self) -> None:
         """Ends the process; its guard ends the processes that its rewards have started."""
@@ -121,16 +126,17 @@ class Worker:
 
     async def _read(self, size: int) -> bytes:
         """Raises: WorkerEnded."""
-        read = bytearray()
-        while len(read) < size:
+        while len(self._received) < size:
             try:
-                piece = await asyncio.get_running_loop().sock_recv(self._socket, min(_PIECE_BYTES, size - len(read)))
+                piece = await asyncio.get_running_loop().sock_recv(self._socket, _PIECE_BYTES)
             except ConnectionError:
                 piece = b""
             if not piece:
                 raise await self._ended()
-            read += piece
-        return bytes(read)
+            self._received += piece
+        read = bytes(self._received[:size])
+        del self._received[:size]
+        return read
 
     async def _ended(self) -> WorkerEnded:
         await run_in_thread(self.reap)
@@ -144,13 +150,13 @@ class PoolRunner:
     """
 
     def __init__(self, terms: Sequence[RewardConfig], *, workers: int, deadline_s: float) -> None:
-        """Rewards are built here, to fail at start, and once in each worker; a group has `deadline_s` in a worker.
+        """Rewards are built here, to fail at start, and once in each worker.
 
         Raises: ConfigError if a reward can't be built.
         """
-        self._rewards = find_rewards(terms)
-        self._plain = tuple(term for term in terms if not self._rewards[term.name].is_async)
-        self._async = tuple(term for term in terms if self._rewards[term.name].is_async)
+        self.rewards: Mapping[str, Reward] = find_rewards(terms, deadline_s=deadline_s)
+        self._plain = tuple(term for term in terms if not self.rewards[term.name].is_async)
+        self._async = tuple(term for term in terms if self.rewards[term.name].is_async)
         self.slots = GROUPS if self._async else workers
         self._deadline_s = deadline_s
         self._workers: set[Worker] = set()
@@ -158,39 +164,71 @@ class PoolRunner:
         self._idle: list[Worker] = []
         self._free = asyncio.Semaphore(workers)
         self._shared: list[SharedWorker] = []
-        """The last one takes groups; retired ones finish theirs."""
+        """The last one takes calls; retired ones finish theirs."""
 
-    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        """As the protocol has it. Raises: RewardFailed."""
-        plain = [name for name in names if not self._rewards[name].is_async]
-        others = [name for name in names if self._rewards[name].is_async]
-        calls = [self._score_plain(plain, episodes)] if plain else []
-        calls += [self._score_async(others, episodes)] if others else []
-        found: Scores = {name: column for scores in await run_all(calls) for name, column in scores.items()}
-        return {name: found[name] for name in names}
+    async def score(
+        self, calls: Sequence[Call], episodes: Sequence[Episode], *, until: float | None = None
+    ) -> list[list[Result]]:
+        """As the protocol has it."""
+        plain = [call for call in calls if not self.rewards[call.name].is_async]
+        others = [call for call in calls if self.rewards[call.name].is_async]
+        found: dict[Call, list[Result]] = {}
 
-    async def _score_plain(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        async with self._worker() as worker:
-            missed = _not_loaded(self._plain)
+        async def score_plain() -> None:
+            done: list[list[Result]] = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._score_plain(plain, episodes, done)
+            found.update(zip(plain, done, strict=False))
+
+        async def score_async(call: Call) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    found[call] = await self._score_async(call, chosen(call, episodes))
+
+        await run_all([*map(score_async, others), *([score_plain()] if plain else [])])
+        return [found.get(call) or call.failed("scoring_timeout", f"{call.name}: {OUT_OF_TIME}") for call in calls]
+
+    async def _score_plain(self, calls: Sequence[Call], episodes: Sequence[Episode], done: list[list[Result]]) -> None:
+        """Appends the results of each call. One that hangs or ends its worker fails; another worker has the rest."""
+        while left := calls[len(done) :]:
             try:
-                await worker.loaded(START_S)
-                missed = late(names, self._deadline_s)
-                async with asyncio.timeout(self._deadline_s):
-                    return await worker.score(names, episodes)
+                async with self._worker() as worker:
+                    await worker.loaded(START_S)
+                    await self._run(worker, left, episodes, done)
+            except UnreadableInfo as error:
+                done += [call.failed("reward_error", f"{call.name}: {error}") for call in left]
             except TimeoutError:
-                raise missed from None
-            except WorkerEnded as error:
-                raise _crashed(self._plain, error) from None
+                done += [call.failed("reward_timeout", _not_loaded(self._plain)) for call in left]
+            except (WorkerEnded, OSError) as error:
+                done += [call.failed("reward_crash", f"{_listed(self._plain)}: {error}") for call in left]
 
-    async def _score_async(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        shared = self._take_shared()
+    async def _run(
+        self, worker: Worker, calls: Sequence[Call], episodes: Sequence[Episode], done: list[list[Result]]
+    ) -> None:
+        """Appends the results of calls up to the first that hangs or ends the worker. Raises: UnreadableInfo."""
+        rewards, before = [self.rewards[call.name] for call in calls], len(done)
+        limits_s = [reward.limit_s(len(call.indices)) for reward, call in zip(rewards, calls, strict=True)]
         try:
-            await shared.loaded(START_S)
-            return await shared.score(names, episodes)
+            await worker.score(calls, episodes, limits_s, done)
         except TimeoutError:
-            raise _not_loaded(self._async) from None
+            number = len(done) - before
+            done.append([rewards[number].late(limits_s[number])] * len(calls[number].indices))
         except WorkerEnded as error:
-            raise _crashed(self._async, error) from None
+            call = calls[len(done) - before]
+            done.append(call.failed("reward_crash", f"{call.name}: {error}"))
+
+    async def _score_async(self, call: Call, episodes: Sequence[Episode]) -> list[Result]:
+        try:
+            shared = self._take_shared()
+            await shared.loaded(START_S)
+            return await shared.score(self.rewards[call.name], episodes)
+        except UnreadableInfo as error:
+            return call.failed("reward_error", f"{call.name}: {error}")
+        except TimeoutError:
+            return call.failed("reward_timeout", _not_loaded(self._async))
+        except (WorkerEnded, OSError) as error:
+            return call.failed("reward_crash", f"{_listed(self._async)}: {error}")
 
     def close(self) -> None:
         """Kills the workers; call it when nobody waits for scores any more."""
@@ -203,7 +241,7 @@ class PoolRunner:
         for shared in self._shared:
             shared.close()
         self._shared.clear()
-        close_rewards(self._rewards.values())
+        close_rewards(self.rewards.values())
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[Worker]:
@@ -220,38 +258,29 @@ class PoolRunner:
                     worker.kill()
 
     def _take_shared(self) -> SharedWorker:
+        """Raises: OSError."""
         for ended in [worker for worker in self._shared if worker.ended]:
             ended.close()
             self._shared.remove(ended)
         if not self._shared or self._shared[-1].retired:
-            try:
-                self._shared.append(SharedWorker(self._async, deadline_s=self._deadline_s))
-            except OSError as error:
-                raise _crashed(self._async, error) from error
+            self._shared.append(SharedWorker(self._async, deadline_s=self._deadline_s))
         return self._shared[-1]
 
     def _take(self) -> Worker:
+        """Raises: OSError."""
         while self._idle:
             worker = self._idle.pop()
             if worker.idle:
                 return worker
             worker.kill()  # it ended since its last group, by no fault of this one
         self._workers = {worker for worker in self._workers if worker.alive}
-        try:
-            worker = Worker(self._plain)
-        except OSError as error:
-            raise _crashed(self._plain, error) from error
+        worker = Worker(self._plain, deadline_s=self._deadline_s)
         self._workers.add(worker)
         return worker
 
 
-def _not_loaded(terms: Sequence[RewardConfig]) -> RewardFailed:
-    why = f"no worker has loaded it within {START_S:g} s; load slow things in the first call"
-    return RewardFailed("reward_timeout", f"{_listed(terms)}: {why}")
-
-
-def _crashed(terms: Sequence[RewardConfig], error: Exception) -> RewardFailed:
-    return RewardFailed("reward_crash", f"{_listed(terms)}: {error}")
+def _not_loaded(terms: Sequence[RewardConfig]) -> str:
+    return f"{_listed(terms)}: no worker has loaded it within {START_S:g} s; load slow things in the first call"
 
 
 def _listed(terms: Sequence[RewardConfig]) -> str:
@@ -261,21 +290,23 @@ def _listed(terms: Sequence[RewardConfig]) -> str:
 # --- in the worker process --------------------------------------------------------------------------------------------
 
 
-def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) -> None:
+def _work(server: socket.socket, terms: Sequence[RewardConfig], deadline_s: float, server_id: int) -> None:
     worker = os.getpid()
-    rewards = load_in_worker(terms, server_id)
+    rewards = load_in_worker(terms, deadline_s, server_id)
     server.sendall(framed(b""))
     with server.makefile("rb") as requests:
         while length := requests.read(LENGTH_BYTES):
-            reply = _reply(rewards, requests.read(int.from_bytes(length)))
-            if os.getpid() != worker:  # a reward has forked, and its copy returned here
-                os._exit(0)
-            server.sendall(framed(reply))
+            for reply in _replies(rewards, requests.read(int.from_bytes(length))):
+                if os.getpid() != worker:  # a reward has forked, and its copy returned here
+                    os._exit(0)
+                server.sendall(framed(reply))
 
 
-def _reply(rewards: Mapping[str, Reward], request: bytes) -> bytes:
+def _replies(rewards: Mapping[str, Reward], message: bytes) -> Iterator[bytes]:
     try:
-        group = decode_request(request)
-        return encode_scores(score_plain([rewards[name] for name in group.names], group.episodes))
-    except RewardFailed as failed:
-        return encode_failure(failed)
+        request = decode_request(message)
+    except UnreadableInfo as error:
+        yield encode_error(error)
+        return
+    for call in request.calls:
+        yield encode_reply(rewards[call.name].run(chosen(call, request.episodes)))

@@ -4,29 +4,32 @@ import asyncio
 import itertools
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed
-from slipstream.rewards.compose import Reward, Scores, score_async
-from slipstream.rewards.runners.base import late, load_in_worker, start_worker
+from slipstream.rewards.base import Episode, Failure, Result
+from slipstream.rewards.compose import Call, Reward
+from slipstream.rewards.runners.base import chosen, load_in_worker, start_worker
 from slipstream.rewards.runners.messages import (
     LENGTH_BYTES,
+    UnreadableInfo,
     WorkerEnded,
     decode_reply,
     decode_request,
-    encode_failure,
+    encode_error,
+    encode_reply,
     encode_request,
-    encode_scores,
     framed,
 )
 
 GROUPS: Final = 64
 """Groups at once."""
-_CANCEL_S: Final = 2.0  # for a cancelled group to end; a reward that takes longer blocks the event loop of all
+_CANCEL_S: Final = 10.0  # for a cancelled call to end; a reward that takes longer blocks the event loop of all
+_LONGEST_WAIT_S: Final = 60.0
 _REAP_S: Final = 5.0
 
 
@@ -34,14 +37,14 @@ class SharedWorker:
     """The parent's handle of the process.
 
     Attributes:
-        retired: true once a group has exceeded its deadline: what hangs may hold up later groups too. It gets no more
-            groups, and ends when the others have their scores.
+        retired: true once a call that has hit its limit may go on in a thread. It gets no more calls, and ends when the
+            others have their scores.
     """
 
     def __init__(self, terms: Sequence[RewardConfig], *, deadline_s: float) -> None:
-        """Starts the process; call it where an event loop runs. A group has `deadline_s`."""
-        self._socket, self._process = start_worker(_work, terms)
-        self._deadline_s = deadline_s
+        """Starts the process; call it where an event loop runs."""
+        self._socket, self._process = start_worker(_work, terms, deadline_s)
+        self._heard_at = time.monotonic()
         self._writer: asyncio.StreamWriter | None = None
         self._loaded = asyncio.Event()
         self.retired = False
@@ -65,29 +68,32 @@ class SharedWorker:
             raise
         self._check()
 
-    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
-        """The scores of a group. Raises: RewardFailed, WorkerEnded."""
+    async def score(self, reward: Reward, episodes: Sequence[Episode]) -> list[Result]:
+        """The results of one call. Raises: WorkerEnded, UnreadableInfo."""
         self._check()
-        number, group = next(self._numbers), encode_request(names, episodes)
+        call = Call(reward.name, tuple(range(len(episodes))))
+        number, request = next(self._numbers), encode_request([call], episodes)
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(number, group)
-            await asyncio.wait([reply], timeout=self._deadline_s)
-            if not reply.done():
-                self.retired = True
-                raise late(names, self._deadline_s)
+            self._send(number, request)
+            await self._replied(reply, reward.limit_s(len(episodes)))
         finally:
             if not reply.done():
                 cancelling = asyncio.create_task(self._cancel(number, reply))
                 self._tasks.add(cancelling)
                 cancelling.add_done_callback(self._tasks.discard)
             self._end_if_retired()
-        self._check()
+        if not reply.result():  # the process has ended before
+            self._check()
         try:
-            return decode_reply(reply.result(), names, len(episodes))
+            results = decode_reply(reply.result(), len(episodes))
         except WorkerEnded as error:
             self._fail(error)
             raise
+        if reward.uses_threads and any(map(_has_timed_out, results)):
+            self.retired = True
+            self._end_if_retired()
+        return results
 
     def kill(self) -> None:
         """Ends the process; its guard ends the processes that its rewards have started."""
@@ -109,6 +115,19 @@ class SharedWorker:
         if self._end is not None:
             raise WorkerEnded(str(self._end))
 
+    async def _replied(self, reply: "asyncio.Future[bytes]", limit_s: float) -> None:
+        """Waits for a reply. The process observes limits itself, and is ended when its event loop is blocked.
+
+        Until then it must have sent nothing for all of the limit: on a busy machine calls begin late.
+        """
+        now, began_at = time.monotonic, time.monotonic()
+        while not reply.done():
+            left_s = max(began_at, self._heard_at) + limit_s + _CANCEL_S - now()
+            if left_s > 0:
+                await asyncio.wait([reply], timeout=min(left_s, _LONGEST_WAIT_S))
+            else:
+                self._fail(WorkerEnded("an async reward blocks the event loop of its worker process"))
+
     def _send(self, number: int, message: bytes) -> None:
         assert self._writer is not None, "it is loaded"
         self._writer.write(framed(number.to_bytes(LENGTH_BYTES) + message))
@@ -123,7 +142,7 @@ class SharedWorker:
 
     def _end_if_retired(self) -> None:
         if self.retired and not self._waiting:
-            self._fail(WorkerEnded("a group exceeded its deadline in the worker process"))
+            self._fail(WorkerEnded("a call hangs in a thread of the worker process"))
 
     async def _read(self) -> None:
         """Hands replies to those who wait, until the process ends."""
@@ -140,6 +159,7 @@ class SharedWorker:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 message = await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES)))
+                self._heard_at = time.monotonic()
                 if not message:
                     self._loaded.set()
                     continue
@@ -161,11 +181,15 @@ class SharedWorker:
         self._waiting.clear()
 
 
+def _has_timed_out(result: Result) -> bool:
+    return isinstance(result, Failure) and result.reason == "reward_timeout"
+
+
 # --- in the worker process --------------------------------------------------------------------------------------------
 
 
-def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) -> None:
-    asyncio.run(_serve(server, load_in_worker(terms, server_id)))
+def _work(server: socket.socket, terms: Sequence[RewardConfig], deadline_s: float, server_id: int) -> None:
+    asyncio.run(_serve(server, load_in_worker(terms, deadline_s, server_id)))
 
 
 async def _serve(server: socket.socket, rewards: Mapping[str, Reward]) -> None:
@@ -174,13 +198,13 @@ async def _serve(server: socket.socket, rewards: Mapping[str, Reward]) -> None:
 
     async def answer(number: int, message: bytes) -> None:
         try:
-            group = decode_request(message)
-            scores = await score_async([rewards[name] for name in group.names], group.episodes)
-            reply = encode_scores(scores)
-        except RewardFailed as failed:
-            reply = encode_failure(failed)
+            request = decode_request(message)
+            (call,) = request.calls
+            reply = encode_reply(await rewards[call.name].run_async(chosen(call, request.episodes)))
+        except UnreadableInfo as error:
+            reply = encode_error(error)
         except asyncio.CancelledError:
-            reply = encode_failure(RewardFailed("reward_timeout", "cancelled"))
+            reply = encode_reply([])  # nobody waits for it
         if os.getpid() != process:  # a reward has forked, and its copy returned here
             os._exit(0)
         writer.write(framed(number.to_bytes(LENGTH_BYTES) + reply))
@@ -190,8 +214,8 @@ async def _serve(server: socket.socket, rewards: Mapping[str, Reward]) -> None:
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             message = await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES)))
-            number, group = int.from_bytes(message[:LENGTH_BYTES]), message[LENGTH_BYTES:]
-            if group:
-                running[number] = asyncio.create_task(answer(number, group))
+            number, request = int.from_bytes(message[:LENGTH_BYTES]), message[LENGTH_BYTES:]
+            if request:
+                running[number] = asyncio.create_task(answer(number, request))
             elif number in running:
                 running[number].cancel()

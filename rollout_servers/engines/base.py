@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.configs.models import placeholder_tokens, takes_images
+from slipstream.configs.models import placeholder_tokens
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
@@ -71,7 +71,7 @@ class EngineSettings:
         )
         return cls(
             model=model,
-            dtype=config.model.dtype,
+            dtype=config.model.dtype_here,
             lora=config.model.lora,
             seed=config.run.seed,
             run=config.run.name,
@@ -379,12 +379,6 @@ class BaseEngine(ABC):
 
     async def checksums(self) -> dict[str, int] | None:
         return None
-
-
-def refuse_images(engine: str, model: Path) -> None:
-    """Raises: ConfigError if the model takes images, which `engine` does not pass to it."""
-    if takes_images(model):
-        raise ConfigError(f"rollout.engine.name={engine} passes no images to {model}; set rollout.engine.name=vllm")
 
 
 @dataclass(frozen=True)

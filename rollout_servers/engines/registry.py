@@ -1,15 +1,17 @@
 """Starts the engine that the configuration names."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Engine, EngineSettings, refuse_images
-from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
+from slipstream.rollout_servers.engines.base import Engine, EngineSettings
+from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, has_gpu, prepare_environment
 
 log = get_log("rollout.engine")
 
@@ -29,31 +31,46 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     Raises: ConfigError when parts of the configuration don't fit together, EngineError when the engine does not start
     in `rollout.engine.start_deadline_s`.
     """
+    if problems := engine_problems(config, model):
+        raise ConfigError(problems)
     settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
     name: str = settings.engine.name
     if name == "vllm":
-        name = f"vllm/{settings.engine.core}"
+        name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
         prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
-    else:
-        refuse_images(name, model)
     if name == "hf" and settings.return_experts:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
-    if settings.weights.transport == "nccl" and settings.engine.nccl is None:
-        raise ConfigError(
-            f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {name}; "
-            "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
-        )
     module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
-    try:
-        with heavy_imports():
-            kind: Any = getattr(import_module(_ENGINES + module), engine)
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ConfigError(
-            "rollout.engine.name=vllm, but there is no vLLM here: install slipstream[vllm] for GPUs, or for a CPU as "
-            "`make setup` does; or set rollout.engine.name=hf"
-        ) from None
+    with heavy_imports():
+        kind: Any = getattr(import_module(_ENGINES + module), engine)
     started: Engine = await kind.start(settings)
     return started
+
+
+def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
+    """`rollout.engine.core`, resolved for this host."""
+    if settings.engine.core != "auto":
+        return settings.engine.core
+    options = settings.engine.options
+    several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
+    return "process" if gpu or several or settings.weights.transport == "nccl" else "inline"
+
+
+def engine_problems(config: RunConfig, model: Path) -> list[str]:
+    """Reasons why the engine can't serve the model, found without starting it."""
+    engine, problems = config.rollout.engine, list[str]()
+    if engine.name != "vllm" and takes_images(model):
+        problems.append(f"rollout.engine.name={engine.name} passes no images to {model}; set rollout.engine.name=vllm")
+    if config.weights.transport == "nccl" and engine.nccl is None:
+        chosen = f"vllm/{engine.core}" if engine.name == "vllm" else engine.name
+        problems.append(
+            f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {chosen}; "
+            "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
+        )
+    if engine.name == "vllm" and find_spec("vllm") is None:
+        problems.append(
+            "rollout.engine.name=vllm, but there is no vLLM here: install slipstream[vllm] for GPUs, or for a CPU as "
+            "`make setup` does; or set rollout.engine.name=hf"
+        )
+    return problems

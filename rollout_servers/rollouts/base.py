@@ -43,13 +43,15 @@ class EpisodeFailed(SlipstreamError):
 
     Attributes:
         tokens: number of tokens that were generated for it.
+        lengths: of its finished episodes, in action tokens.
     """
 
-    def __init__(self, reason: FailureReason, detail: str, tokens: int = 0) -> None:
+    def __init__(self, reason: FailureReason, detail: str, tokens: int = 0, lengths: Sequence[int] = ()) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: FailureReason = reason
         self.detail = detail
         self.tokens = tokens
+        self.lengths = lengths
 
 
 def first_error(kind: type[Exception], errors: BaseExceptionGroup[BaseException]) -> BaseException | None:

@@ -16,12 +16,18 @@ from slipstream.env.images import has_images
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls
 from slipstream.rollout_servers.engines.base import Completion, PromptImage
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Prompt, Transcript
+from slipstream.rollout_servers.rollouts.tool_prompt import plain_messages
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 log = get_log("rollout.conversation")
 
 _SENTINEL: Final = "\ue000"
 """Content of the answer in a rendered dialogue, a character that no template has."""
+_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+"""Of the tool in a check's dialogue."""
 _FORMATS: Final[tuple[tuple[str, ToolFormat | None], ...]] = (
     ("<arg_key>", None),  # GLM: neither of the formats below
     ("<function=", "qwen3_xml"),
@@ -54,18 +60,51 @@ class ChatFormat:
     tool_format: ToolFormat | None
     always_parses: bool
     """Whether answers are parsed in episodes without tools too."""
+    writes_tools: bool = False
+    """Whether tools, calls and results are plain messages; otherwise the template gets them."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: EpisodeConfig) -> "ChatFormat":
         """The format of a model."""
         template, chosen = tokenizer.chat_template or "", config.tool_format
         found = next((each for mark, each in _FORMATS if mark in template), None)
+        writes_tools = config.tool_prompt == "system"
+        if writes_tools:
+            found = found or "hermes"
         return cls(
             tokenizer,
             stops={token: tokenizer.decode_whole([token]) for token in tokenizer.eos_token_ids},
             tool_format=found if chosen == "auto" else None if chosen == "none" else chosen,
             always_parses=chosen != "auto",
+            writes_tools=writes_tools,
         )
+
+    def for_template(self, opening: Observation) -> Observation:
+        """What the chat template gets of an opening: its messages and schemas, or plain messages with both."""
+        if not self.writes_tools or self.tool_format is None or isinstance(opening.messages, str):
+            return opening
+        return Observation(plain_messages(opening.messages, opening.tools, self.tool_format))
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a dialogue, with the generation prompt. Raises: PromptError."""
+        shown = self.for_template(Observation(messages, tools))
+        assert not isinstance(shown.messages, str), "messages stay messages"
+        return self.tokenizer.render(shown.messages, tools=shown.tools)
+
+    def require_visible(self, opening: Observation) -> None:
+        """Compares a prompt of messages with the same without its tools.
+
+        Raises: ConfigError if nothing changes, so that the policy would not know of them; PromptError.
+        """
+        messages = opening.messages
+        if isinstance(messages, str) or not opening.tools:
+            return
+        if self.render(messages, tools=opening.tools) == self.render(messages):
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.model} ignores tools, so no prompt would contain their schemas: "
+                "set rollout.episode.tool_prompt=system, which writes them into a system message, or give the model a "
+                "chat template with tools (chat_template.jinja in its folder)"
+            )
 
     def is_stopped(self, token_ids: Sequence[int]) -> bool:
         """True if an answer has its stop token."""
@@ -104,13 +143,13 @@ class ChatFormat:
     def _delta(self, new: Sequence[Message], calls: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Delta:
         answer: Message = {"role": "assistant", "content": _SENTINEL, **({"tool_calls": calls} if calls else {})}
         dialogue: list[Message] = [{"role": "user", "content": "u"}, answer]
-        text = self.tokenizer.render([*dialogue, *new], tools=tools)
+        text = self.render([*dialogue, *new], tools=tools)
         place = text.find(_SENTINEL)
         if place >= 0:
             ends = [text.find(stop, place) for stop in self.stops.values()]
             begin = min((end for end in ends if end >= 0), default=-1)
         else:  # Llama 3.1 drops the content of a message with calls
-            shared = text[: _common(text, self.tokenizer.render(dialogue, tools=tools))]
+            shared = text[: _common(text, self.render(dialogue, tools=tools))]
             begin = max((shared.rfind(stop) for stop in self.stops.values()), default=-1)
         if begin < 0:
             end = text[place + 1 :][:40] if place >= 0 else text[-40:]
@@ -136,15 +175,10 @@ class ChatFormat:
         Args:
             tools: whether the env has tools.
 
-        Raises: ConfigError when they differ, or the template can't render such a dialogue.
+        Raises: ConfigError when they differ, the template can't render such a dialogue, or ignores tools.
         """
         if self.tokenizer.chat_template is None:
             return
-        if tools and self.tool_format is None:
-            raise ConfigError(
-                f"the chat template of {self.tokenizer.model} has no known format of tool calls: choose "
-                "rollout.episode.tool_format"
-            )
         first, second, third = ({"role": "user", "content": text} for text in ("First?", "Second?", "Third?"))
         answer = {"role": "assistant", "content": "Answer."}
         dialogues: list[tuple[list[Message], list[Mapping[str, Any]]]] = [
@@ -153,29 +187,31 @@ class ChatFormat:
         if tools:
             call = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
             result = {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": "Result"}
-            schema = {
-                "type": "function",
-                "function": {
-                    "name": "look",
-                    "description": "Looks.",
-                    "parameters": {"type": "object", "properties": {}},
-                },
-            }
-            dialogues.append(([first, {**answer, "tool_calls": [call]}, result, answer, third], [schema]))
+            dialogues.append(([first, {**answer, "tool_calls": [call]}, result, answer, third], [_SCHEMA]))
         try:
+            if tools:
+                self._check_tools(Observation([first], [_SCHEMA]))
             rewritten = [self._is_rewritten(messages, schemas) for messages, schemas in dialogues]
         except PromptError as error:
             raise ConfigError(f"the chat template of {self.tokenizer.model}, for several turns: {error}") from error
-        if any(rewritten):
+        if rewritten[0]:  # of the others the calls are missing in what was generated
             log.info(
                 "the chat template rewrites earlier turns; rollout.episode.history decides which form is trained on",
                 model=str(self.tokenizer.model),
             )
 
+    def _check_tools(self, opening: Observation) -> None:
+        self.require_visible(opening)
+        if self.tool_format is None:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.model} has no known format of tool calls: choose "
+                "rollout.episode.tool_format"
+            )
+
     def _is_rewritten(self, messages: list[Message], tools: list[Mapping[str, Any]]) -> bool:
         """Whether the template changes earlier turns of a dialogue. Raises: ConfigError where a delta differs."""
-        whole, end = self.tokenizer.render(messages, tools=tools), 0
-        stream = self.tokenizer.render(messages[:1], tools=tools)
+        whole, end = self.render(messages, tools=tools), 0
+        stream = self.render(messages[:1], tools=tools)
         for answer, message in zip(messages[1::2], messages[2::2], strict=True):
             content, delta = str(message["content"]), self.delta([message], tools=tools)
             if content not in whole[end:] or content not in delta.text:
@@ -250,7 +286,7 @@ class Conversation:
             self.history = "sampled"  # a template knows nothing of it
         elif self.history == "template":
             self._messages = list(messages)
-            self._text = self.format.tokenizer.render(messages, tools=self.opening.tools)
+            self._text = self.format.render(messages, tools=self.opening.tools)
 
     @property
     def context(self) -> list[int]:
@@ -268,7 +304,7 @@ class Conversation:
         return sum(len(transcript.token_ids) for transcript in self.transcripts)
 
     def add_answer(self, completion: Completion) -> tuple[Action, str]:
-        """Appends an answer. Returns the action, and its text before the first call."""
+        """Appends an answer of at least one token. Returns the action, and its text before the first call."""
         self.transcripts[-1].add_action(completion)
         self.used_tokens += len(completion.token_ids)
         tokenizer = self.format.tokenizer
@@ -278,7 +314,7 @@ class Conversation:
             content, calls = self.format.parse(completion)
         if self.history == "template":
             self._text += tokenizer.decode_whole(completion.token_ids)
-            self._messages.append(_assistant(text, content, calls))
+            self._messages.append(_assistant(text, content, () if self.format.writes_tools else calls))
         finish_reason = "stop" if completion.finish_reason == "stop" else "length"
         return Action(text, tuple(completion.token_ids), calls, finish_reason), content
 
@@ -322,14 +358,14 @@ class Conversation:
             self._messages += observation
 
     def finish(self) -> None:
-        """Drops what follows the last answer."""
+        """Drops what follows the last answer, a rewritten context without an answer too."""
         self.transcripts = [transcript for transcript in self.transcripts if transcript.actions]
         for transcript in self.transcripts:
             transcript.end_with_action()
 
     def _by_template(self, new: Sequence[Message]) -> Continuation:
         tokenizer = self.format.tokenizer
-        whole = tokenizer.render([*self._messages, *new], tools=self.opening.tools)
+        whole = self.format.render([*self._messages, *new], tools=self.opening.tools)
         following = self.format.stops.get(self.context[-1], "") + whole[len(self._text) :]
         if whole.startswith(self._text) and following.startswith(tuple(self.format.stops.values())):
             return self._after_answer(self.format.encoded(following))

@@ -1,7 +1,7 @@
 """The group of a ticket: its episodes, played at once, and a greedy baseline where the ticket asks for one."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -10,7 +10,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error, image_id
-from slipstream.rollout_servers.rollouts.player import Player, Unscored
+from slipstream.rollout_servers.rollouts.player import Player, Scored, Unscored
 
 log = get_log("rollout.group")
 
@@ -30,7 +30,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
     images: dict[str, bytes] = {}
     generating = set(ticket.indices)
 
-    async def play(index: int) -> list[m.Trajectory]:
+    async def play(index: int) -> Scored:
         try:
             try:
                 unscored = await player.generate(split, index, samples=ticket.samples)
@@ -47,7 +47,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
             if len(failures) == len(ticket.indices):
                 raise
             log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
-            return []
+            return Scored([])
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -77,7 +77,7 @@ def _images(unscored: Unscored) -> dict[str, bytes]:
 
 def _group(
     ticket: m.Ticket,
-    by_task: Sequence[Sequence[m.Trajectory]],
+    by_task: Sequence[Scored],
     *,
     baseline: Sequence[m.Trajectory],
     failures: Mapping[str, int],
@@ -85,10 +85,13 @@ def _group(
 ) -> tuple[m.Group, int]:
     """The group with its episodes numbered across tasks, and its number of action tokens, the baseline's included."""
     trajectories: list[m.Trajectory] = []
+    lost = defaultdict[str, list[int]](list)
     count = 0
     for found in by_task:
-        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in found]
+        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in found.trajectories]
         count = trajectories[-1].episode + 1 if trajectories else 0
+        for reason, lengths in found.lost.items():
+            lost[reason] += lengths
     group = m.Group(
         id=ticket.id,
         kind=ticket.kind,
@@ -96,11 +99,13 @@ def _group(
         indices=ticket.indices,
         trajectories=trajectories,
         missing=ticket.samples * len(ticket.indices) - count,
+        lost=dict(lost),
         failures=dict(failures),
         greedy_reward=baseline[0].reward if baseline else None,
         images=images,
     )
-    return group, sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
+    tokens = sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
+    return group, tokens + sum(map(sum, lost.values()))
 
 
 def _require_version(ticket: m.Ticket, unscored: Unscored) -> None:

@@ -268,7 +268,8 @@ class MultiTurn:
             except ImageError as error:
                 raise EpisodeFailed(error.reason, error.detail) from error
             opening = replace(opening, messages=messages)
-        conversation.begin(opening, self._policy.prompt(opening.messages, images, tools=opening.tools))
+        shown = self._format.for_template(opening)
+        conversation.begin(opening, self._policy.prompt(shown.messages, images, tools=shown.tools))
 
     async def _turns(self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool) -> Ended | None:
         """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""
@@ -282,10 +283,10 @@ class MultiTurn:
                 until=budgets.generation_until,
                 max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
             )
-            action, content = conversation.add_answer(completion)
             if completion.token_ids:
+                action, content = conversation.add_answer(completion)
                 state.add_action(action, content)
-            if completion.finish_reason == "abort":
+            if completion.finish_reason == "abort" or not completion.token_ids:
                 return "wall" if budgets.wall_is_first and state.turns else None
             try:
                 async with asyncio.timeout_at(budgets.wall_at):

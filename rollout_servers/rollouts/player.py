@@ -1,8 +1,9 @@
 """The episodes of a ticket: tasks of the env, played by a rollout and scored by the rewards."""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slipstream.buffer.wire import messages as m
@@ -16,7 +17,8 @@ from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
 from slipstream.env.images import has_images, separate_images
 from slipstream.rewards.answers import majority
-from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.base import Failure
+from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions.match import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
@@ -40,6 +42,19 @@ class Unscored:
     index: int
     played: Played
     until: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scored episodes of a task.
+
+    Attributes:
+        trajectories: with rewards; their episodes are numbered from 0.
+        lost: lengths in action tokens of the episodes that could not be scored, by reason.
+    """
+
+    trajectories: list[m.Trajectory]
+    lost: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 class Player:
@@ -102,12 +117,12 @@ class Player:
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
         """Plays and scores `samples` episodes of one task. Raises: as `generate` and `score` do."""
-        return await self.score(await self.generate(split, index, samples=samples, greedy=greedy))
+        return (await self.score(await self.generate(split, index, samples=samples, greedy=greedy))).trajectories
 
     async def generate(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Unscored:
         """Plays `samples` episodes of one task; the only one of a held-out task is greedy.
 
-        Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
+        Fewer, but at least `rollout.min_episodes`, if the others were not finished at `rollout.group_deadline_s`.
 
         Raises: EpisodeFailed when the task, its prompt or its sessions fail, EngineError when the engine is dead.
         """
@@ -129,19 +144,23 @@ class Player:
             log.warning("group lacks episodes", missing=missing, reason=failure.reason, detail=failure.detail)
         return Unscored(split, index, played, void_at)
 
-    async def score(self, unscored: Unscored) -> list[m.Trajectory]:
-        """Trajectories with rewards; their episodes are numbered from 0. Raises: EpisodeFailed when a reward fails."""
+    async def score(self, unscored: Unscored) -> Scored:
+        """Rewards of the episodes; of those to train on some may fail, as long as `rollout.min_episodes` remain.
+
+        Raises: EpisodeFailed.
+        """
         episodes, evaluation = unscored.played.episodes, unscored.split == "eval"
-        try:
-            judged = await self.scorer.score(
-                [episode.view for episode in episodes], until=unscored.until, evaluation=evaluation
-            )
-        except RewardFailed as error:
-            tokens = sum(episode.action_tokens for episode in episodes)
-            failed = EpisodeFailed(error.reason, str(error), tokens)
-            raise self._named(failed, unscored.split, unscored.index) from error
+        results = await self.scorer.score(
+            [episode.view for episode in episodes], until=unscored.until, evaluation=evaluation
+        )
+        lost = self._lost(unscored, results)
+        scored = [
+            (episode, result)
+            for episode, result in zip(episodes, results, strict=True)
+            if not isinstance(result, Failure)
+        ]
         trajectories = list[m.Trajectory]()
-        for number, (episode, result) in enumerate(zip(episodes, judged, strict=True)):
+        for number, (episode, result) in enumerate(scored):
             env_rewards = (episode.env_rewards or ()) if self._evaluate_env_rewards or not evaluation else ()
             shaping = {} if evaluation else self._shaping(episode)
             reward = result.reward + sum(value for _, value in env_rewards) + sum(shaping.values())
@@ -156,7 +175,27 @@ class Player:
             agreed = next(trajectory.reward for trajectory in trajectories if trajectory.episode == chosen)
             for trajectory in trajectories:
                 trajectory.scores[m.MAJORITY] = agreed
-        return trajectories
+        return Scored(trajectories, lost)
+
+    def _lost(self, unscored: Unscored, results: Sequence[EpisodeReward | Failure]) -> Mapping[str, list[int]]:
+        """Lengths of the episodes without a score, by reason. Raises: EpisodeFailed when too few are left."""
+        lengths = [episode.action_tokens for episode in unscored.played.episodes]
+        failures = [(length, each) for length, each in zip(lengths, results, strict=True) if isinstance(each, Failure)]
+        if not failures:
+            return {}
+        first, left = failures[0][1], len(results) - len(failures)
+        if left < self._enough(unscored.split, len(results)):
+            failed = EpisodeFailed(first.reason, first.detail, sum(lengths), lengths)
+            raise self._named(failed, unscored.split, unscored.index)
+        lost = defaultdict[str, list[int]](list)
+        for length, failure in failures:
+            lost[failure.reason].append(length)
+        log.warning("episodes not scored", lost=len(failures), left=left, reason=first.reason, detail=first.detail)
+        return lost
+
+    def _enough(self, split: Split, samples: int) -> int:
+        """Episodes of `samples` without which a task's group is dropped."""
+        return min(samples, self._config.fewest_episodes) if split == "train" else samples
 
     def _mixture_score(self, episode: PlayedEpisode, reward: float) -> dict[str, float]:
         """The reward under the label of the task's env, if the env is a mixture."""
@@ -165,17 +204,18 @@ class Player:
 
     def _require_enough(self, played: Played, split: Split, samples: int) -> None:
         finished = len(played.episodes)
-        enough = self._config.min_group_size if split == "train" else None
-        if finished >= min(samples, enough or samples):
+        if finished >= self._enough(split, samples):
             return
-        tokens = played.lost_tokens + sum(episode.action_tokens for episode in played.episodes)
+        lengths = [episode.action_tokens for episode in played.episodes]
+        tokens = played.lost_tokens + sum(lengths)
         if played.failure is not None:
-            raise EpisodeFailed(played.failure.reason, played.failure.detail, tokens)
+            raise EpisodeFailed(played.failure.reason, played.failure.detail, tokens, lengths)
         raise EpisodeFailed(
             "generation_timeout",
             f"{finished} of {samples} answers finished within "
             f"rollout.group_deadline_s={self._config.group_deadline_s:g}",
             tokens,
+            lengths,
         )
 
     def _shaping(self, episode: PlayedEpisode) -> dict[str, float]:
@@ -220,7 +260,7 @@ class Player:
     def _named(self, error: EpisodeFailed, split: Split, index: int) -> EpisodeFailed:
         """The error with its task's name."""
         detail = f"task ({self._env_name}, {split}, {index}): {error.detail}"
-        return EpisodeFailed(error.reason, detail, error.tokens)
+        return EpisodeFailed(error.reason, detail, error.tokens, error.lengths)
 
 
 def _env_scores(episode: PlayedEpisode) -> dict[str, float]:

@@ -20,7 +20,7 @@ class SingleTurn:
         answers = await self.policy.generate(
             prompt.token_ids, images=prompt.images, samples=samples, greedy=greedy, until=until
         )
-        finished = [answer for answer in answers if answer.finish_reason != "abort"]
+        finished = [answer for answer in answers if answer.finish_reason != "abort" and answer.token_ids]
         texts = self.policy.tokenizer.decode([answer.token_ids for answer in finished])
         return Played(
             [answered(task, prompt, answer, text) for answer, text in zip(finished, texts, strict=True)],

@@ -193,7 +193,7 @@ class WeightFollower:
             await self._send_join()  # before Applied, or the learner might send the next version
         self.on_applied()
         try:
-            verdict = await verify(self.engine, manifest, self.config.weights, dtype=self.config.model.dtype)
+            verdict = await verify(self.engine, manifest, self.config.weights, dtype=self.config.model.dtype_here)
         except WrongWeights as error:
             await self.engine.fail(str(error))
             raise

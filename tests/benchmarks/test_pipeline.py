@@ -33,9 +33,9 @@ def test_absent_interpreter_of_trl_is_refused(tmp_path: Path, part: str) -> None
 
 
 def test_trl_has_the_demos_tasks_and_settings() -> None:
-    task = trl_task(load_config(DEMO, ["learner.steps=7", "learner.optimizer.lr=0.5"]))
+    task = trl_task(load_config(DEMO, ["learner.steps=70", "learner.optimizer.lr=0.5"]))
     assert len(task["train"]) + len(task["eval"]) == 1000
-    assert task["settings"]["max_steps"] == 7
+    assert task["settings"]["max_steps"] == 70
     assert task["settings"]["learning_rate"] == 0.5
     assert task["settings"]["per_device_train_batch_size"] == 256
 

@@ -7,6 +7,9 @@ import numpy as np
 from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.buffer.wire import messages as m
 
+LONG = 1000
+"""Characters of a long name."""
+
 
 def trajectory(*, versions: Sequence[int] = (0,), reward: float = 1.0, episode: int = 0) -> m.Trajectory:
     """Two prompt tokens, then two action tokens of each version."""
@@ -46,5 +49,6 @@ def answered(ticket: m.Ticket, *, reward: float = 1.0) -> m.Group:
 def large(group: m.Group, *, reward: str = "exact_match") -> m.Group:
     """The group with more bytes than stay in Redis once it is trained."""
     for trajectory in group.trajectories:
-        trajectory.scores.update({"x" * (SPILL_BYTES // 2): 1.0, reward: 1.0})
+        trajectory.scores.update({f"{number:0{LONG}}": 1.0 for number in range(SPILL_BYTES // 2 // LONG + 1)})
+        trajectory.scores[reward] = 1.0
     return group

@@ -18,12 +18,8 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router, connect_dealer
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.hardware import fastest_dtype
 
 PATIENCE_S = 60.0  # far above any duration here: only a hang fails the test
-OTHER_DTYPE = "float32" if fastest_dtype() == "bfloat16" else "bfloat16"
-"""Another than that of configurations that choose none."""
-
 Some = TypeVar("Some", bound=m.Message)
 
 

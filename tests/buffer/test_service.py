@@ -92,7 +92,7 @@ async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunCo
     async with learner(config) as client:
         await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        assert lease == Lease([group.id for group in groups], [1.0] * 4)
+        assert lease == Lease([group.id for group in groups], [1.0] * 4, 0, [0])
         assert GroupReader(config.redis, run=config.run.name).read(lease.ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts
@@ -130,10 +130,28 @@ async def test_undone_groups_are_leased_from_spill_files(
 async def test_failed_ticket_returns_its_credit(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
-    await server.send(m.GroupFailed(id=ticket.id, kind=m.TRAIN, reason="prompt_too_long", detail="task 5", tokens=70))
+    failed = m.GroupFailed(
+        id=ticket.id, kind=m.TRAIN, reason="reward_crash", detail="task 5", tokens=70, lengths=[30, 40]
+    )
+    await server.send(failed)
     assert (await server.receive(m.Acknowledge)).outcomes == {ticket.id: "filtered"}
     assert len(await server.tickets()) == 1
-    assert (await server.state()).counts.reasons == {"filtered:prompt_too_long": 1}
+    counts = (await server.state()).counts
+    assert (counts.reasons, counts.answers_dropped) == ({"filtered:reward_crash": 1}, {"reward_crash": 2})
+
+
+async def test_lost_answers_are_counted_by_reason_and_length(config: RunConfig) -> None:
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 4})})
+    lost = {"reward_timeout": [40], "reward_error": [3]}
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        group = answered(ticket)
+        await server.deliver(msgspec.structs.replace(group, trajectories=group.trajectories[:2], missing=2, lost=lost))
+        assert (await service.ledger.counts()).answers_dropped == {"reward_timeout": 1, "reward_error": 1}
+        lengths = await service.ledger.lengths(list(lost))
+    assert lengths.pop("delivered") == {2: 2, 3: 1, 40: 1}
+    assert lengths == {"trained": {}, "reward_timeout": {40: 1}, "reward_error": {3: 1}}
 
 
 async def test_lease_waits_for_groups(server: Peer, config: RunConfig) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -124,6 +125,71 @@ async def test_untrainable_group_is_filtered(server: Peer, service: BufferServic
     assert (counts.ready, counts.reasons) == (1, {f"filtered:{reason}": 1})
     assert counts.dropped_frames == MALFORMED_PATIENCE + 1
     assert await service.ledger.verify() == []
+
+
+LONG = np.ones(1026, dtype=m.MASK_DTYPE)
+LONG[0] = 0
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "other_ticket": {"indices": [10]},
+    "other_ticket, epoch": {"epoch": 1},
+    "other_ticket, kind": {"kind": m.EVAL},
+    "wrong_episodes": {"trajectories": [trajectory(), trajectory(episode=1), trajectory(episode=2)]},
+    "invalid_reward": {"trajectories": [trajectory(), trajectory(reward=1e15, episode=1)]},
+    "answer_too_long": {
+        "trajectories": [
+            trajectory(),
+            msgspec.structs.replace(
+                trajectory(episode=1),
+                token_ids=LONG.astype(m.TOKEN_DTYPE).tobytes(),
+                action_mask=LONG.tobytes(),
+                behaviour_logprobs=(-0.5 * LONG).astype(m.LOGPROB_DTYPE).tobytes(),
+                spans=[m.VersionSpan(version=0, start=1, end=1026)],
+            ),
+        ]
+    },
+}
+"""What contradicts a ticket, by the reason code of its refusal."""
+
+
+@pytest.mark.parametrize("reason", CONTRADICTIONS)
+async def test_group_that_contradicts_its_ticket_is_filtered(server: Peer, service: BufferService, reason: str) -> None:
+    await server.join(credits=2)
+    ticket, other = await server.tickets()
+    await server.credits(0)
+    group = msgspec.structs.replace(answered(ticket), **CONTRADICTIONS[reason])
+    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+        assert await server.deliver(group, answered(other)) == {ticket.id: outcome, other.id: ANY}
+    counts = (await server.state()).counts
+    assert (counts.ready, counts.reasons) == (1, {f"filtered:{reason.partition(',')[0]}": 1})
+    assert counts.dropped_frames == MALFORMED_PATIENCE + 1
+    assert await service.ledger.verify() == []
+
+
+async def test_ticket_is_known_after_a_restart_of_the_service(config: RunConfig) -> None:
+    async with serving(config), connected(config) as server:
+        await server.join(credits=2)
+        first, second = await server.tickets()
+    async with serving(config), connected(config) as server:
+        await server.hello()
+        await server.receive(m.Welcome)
+        await server.credits(0, held=[first.id, second.id])
+        swapped = msgspec.structs.replace(answered(first), indices=second.indices)
+        assert await server.deliver(swapped, answered(second)) == {first.id: m.AGAIN, second.id: "ready"}
+        assert await server.deliver(answered(first)) == {first.id: "ready"}
+
+
+async def test_dropped_group_of_another_task_is_no_outcome(make_config: MakeConfig) -> None:
+    """Else the curriculum would skip a task that nobody answered."""
+    config = make_config(filters=[{"name": "dynamic_sampling"}])
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        (task,) = ticket.indices
+        other = msgspec.structs.replace(answered(ticket), indices=[(task + 1) % 10])
+        for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+            assert await server.deliver(other) == {ticket.id: outcome}
+        snapshot = await service.ledger.snapshot()
+        assert (snapshot.counts.reasons, snapshot.tasks) == ({"filtered:other_ticket": 1}, {})
 
 
 async def test_untrainable_group_may_be_sent_again_intact(server: Peer, service: BufferService) -> None:

@@ -31,19 +31,19 @@ def errors(capsys: pytest.CaptureFixture[str], *argv: object) -> list[str]:
 def test_options_may_stand_between_overrides(config_file: Path) -> None:
     parser = run_parser("Test.")
     parser.add_argument("--fresh", action="store_true")
-    arguments, config = read_run_arguments(parser, [str(config_file), "run.seed=3", "--fresh", "learner.steps=7"])
+    arguments, config = read_run_arguments(parser, [str(config_file), "run.seed=3", "--fresh", "learner.steps=70"])
     assert arguments.fresh
-    assert (config.run.name, config.run.seed, config.learner.steps) == ("small", 3, 7)
+    assert (config.run.name, config.run.seed, config.learner.steps) == ("small", 3, 70)
 
 
 def test_printed_configuration_loads_as_an_equal_one(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
-        parse_run_arguments("Test.", [str(config_file), "learner.steps=7", "--print-config"])
+        parse_run_arguments("Test.", [str(config_file), "learner.steps=70", "--print-config"])
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
-    assert load_config(printed) == load_config(config_file, ["learner.steps=7"])
+    assert load_config(printed) == load_config(config_file, ["learner.steps=70"])
 
 
 def test_each_mistake_has_a_line(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,9 +136,9 @@ def test_override_reaches_into_a_name_alone_and_into_null(write: Write) -> None:
 
 
 def test_last_override_wins_and_values_are_yaml() -> None:
-    overrides = ["learner.steps=3", "learner.steps=7", "env.options={operation: copy}", "redis.url=null"]
+    overrides = ["learner.steps=30", "learner.steps=70", "env.options={operation: copy}", "redis.url=null"]
     config = load_config(DEMO, overrides)
-    assert (config.learner.steps, config.env.options, config.redis.url) == (7, {"operation": "copy"}, None)
+    assert (config.learner.steps, config.env.options, config.redis.url) == (70, {"operation": "copy"}, None)
     assert load_config(DEMO, ["env.options.length=4"]).env.options["length"] == 4
 
 

@@ -52,6 +52,14 @@ def test_missing_model_folder_is_named(path: str) -> None:
         initial_model(run(Path(), path=path))
 
 
+@pytest.mark.parametrize("content", [b'{"vocab_size": 3', b"[]", b"\xff"], ids=["truncated", "list", "bytes"])
+def test_damaged_configuration_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    (problem,) = model_problems(ModelConfig(path=tmp_path), LearnerConfig())
+    assert str(tmp_path / "config.json") in problem
+    assert "\n" not in problem
+
+
 @dataclass
 class Hub:
     """Processes that resolve models with a hub at `endpoint`, and a cache of their own."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.plugins import code_fingerprint, find_plugin
 from slipstream.configs.runtime.errors import ConfigError
 
 BUILT_IN = {"exact_match": 1, "digit_match": 2}
@@ -81,3 +81,33 @@ def test_signal_during_an_import_exits_the_process(folder: Path) -> None:
 def test_unknown_plugin_is_refused_with_the_reason(name: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         find_plugin("reward", name, BUILT_IN)
+
+
+CODE = "def score(answer):\n    return len(answer)\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (CODE, True),
+        ("# One point a letter.\ndef score( answer ):\n\n    return len(answer)  # all\n", True),
+        (CODE.replace("len(answer)", "len(answer) + 1"), False),
+        ("def score(:\n", False),
+    ],
+    ids=["equal", "comment and layout", "code", "not Python"],
+)
+@pytest.mark.parametrize("file", ["pack/__init__.py", "pack/inner/helper.py", "single.py"])
+def test_fingerprint_changes_with_code_alone(folder: Path, file: str, change: str, same: bool) -> None:
+    for name in ("pack/__init__.py", "pack/inner/helper.py", "single.py"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(CODE)
+    module = "single" if file == "single.py" else "pack"
+    before = code_fingerprint(module)
+    assert before
+    (folder / file).write_text(change)
+    assert (code_fingerprint(module) == before) is same
+
+
+@pytest.mark.parametrize("module", ["there_is_none", "sys", "_json"])
+def test_module_without_source_has_no_fingerprint(module: str) -> None:
+    assert code_fingerprint(module) == ""

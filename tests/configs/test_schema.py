@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from slipstream.configs.load import load_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import NamedSection, Section, sections_in
+from slipstream.configs.schema.rollout import RolloutConfig
 from tests.configs.conftest import DEMO, problems_of, require_problem
 
 
@@ -29,11 +30,20 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["rollout.group_size=1"], "rollout.group_size learner.advantage=grpo"),
         (["rollout.group_size=1", "learner.advantage=reinforce_plus_plus", "buffer.curriculum={}"],
          "buffer.curriculum rollout.group_size"),
-        (["rollout.min_group_size=9"], "rollout.min_group_size=9 rollout.group_size=8"),
+        (["rollout.min_episodes=1"], "rollout.min_episodes learner.advantage=grpo"),
+        (["rollout.min_episodes=9"], "rollout.min_episodes=9 rollout.group_size=8"),
         (["rollout.episode.tokens=2"], "rollout.episode.tokens=2 rollout.sampling.max_tokens=3"),
         (["rollout.episode.wall_s=300"], "rollout.episode.wall_s=300 rollout.group_deadline_s"),
         (["rollout.episode.tokens=4096"], "rollout.episode.tokens=4096 rollout.engine.max_model_len"),
         (["rollout.overlong={cache_tokens: 4}"], "rollout.overlong.cache_tokens=4 rollout.sampling.max_tokens=3"),
+        (["rollout.overlong={cache_tokens: 9}", "rollout.episode.tokens=8"],
+         "rollout.overlong.cache_tokens=9 rollout.episode.tokens=8"),
+        (["learner.steps=19"], "learner.optimizer.warmup_steps=20 learner.steps=19 learner.optimizer.lr=0.0007"),
+        (["learner.advantage=gae", "learner.critic={pretrain_steps: 381}"],
+         "learner.optimizer.warmup_steps=20 learner.steps=400 learner.critic.pretrain_steps"),
+        (["learner.advantage=gae", "learner.critic={optimizer: {warmup_steps: 401}}"],
+         "learner.critic.optimizer.warmup_steps=401 learner.steps=400"),
+        (["learner.attention=flash_attention_2"], "learner.attention=flash_attention_2 model.dtype segments"),
         (["rollout.overlong={cache_tokens: 3}", "rewards=[{name: overlong}]"], "rewards rollout.overlong"),
         (["rollout.overlong={cache_tokens: 3}", "learner.advantage=gdpo"], "rollout.overlong gdpo"),
         (["learner.advantage=gdpo", "learner.kl={coefficient: 1, place: reward}"], "gdpo learner.kl.place:"),
@@ -87,6 +97,11 @@ def test_combination_or_address_that_cannot_work_is_refused(overrides: list[str]
     require_problem(parts, *overrides)
 
 
+@pytest.mark.parametrize(("size", "fewest"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
+def test_half_of_a_group_is_enough_by_default(size: int, fewest: int) -> None:
+    assert RolloutConfig(group_size=size).fewest_episodes == fewest
+
+
 def test_combinations_are_reported_together() -> None:
     problems = problems_of(
         DEMO,
@@ -94,12 +109,12 @@ def test_combinations_are_reported_together() -> None:
         "learner.groups_per_step=5",
         "learner.updates_per_step=2",
         "rollout.group_size=1",
-        "rollout.min_group_size=9",
+        "rollout.min_episodes=9",
         "buffer.filters=[{name: dynamic_sampling}, {name: pf_ppo, keep: 1}]",
         "buffer.limiter={samples_per_insert: 2}",
     )
     keys = ("rewards", "learner.groups_per_step=5", "rollout.group_size", "buffer.filters.0", "buffer.filters.1.keep")
-    for key in (*keys, "rollout.min_group_size=9", "buffer.limiter.max_uses=1", "buffer.limiter.tolerance=0"):
+    for key in (*keys, "rollout.min_episodes=9", "buffer.limiter.max_uses=1", "buffer.limiter.tolerance=0"):
         assert [problem for problem in problems if problem.startswith(key)], (key, problems)
     assert len(problems) == 8
 
@@ -114,6 +129,11 @@ def test_combinations_are_reported_together() -> None:
         ["rollout.engine={core: inline, max_sequences: 4, max_model_len: 32}"],
         ["rollout.engine={name: sglang, max_sequences: 4, max_model_len: 32}"],
         ["rollout.overlong={cache_tokens: 3}"],
+        ["rollout.overlong={cache_tokens: 8}", "rollout.episode.tokens=8"],
+        ["learner.steps=20"],
+        ["learner.advantage=gae", "learner.critic={pretrain_steps: 380}"],
+        ["learner.attention=flash_attention_2", "model.dtype=bfloat16"],
+        ["learner.attention=flash_attention_2", "model.dtype=auto"],
         ["buffer.filters=[{name: dynamic_sampling, score: env}]"],
     ],
 )

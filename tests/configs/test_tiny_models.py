@@ -72,6 +72,13 @@ def test_text_model_has_printable_ascii_and_a_chat_template(tmp_path: Path) -> N
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert chat == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.eos_token_id in tokenizer(chat).input_ids
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    dialogue: Any = [{"role": "system", "content": "Hi"}, *messages, {"role": "assistant", "tool_calls": [call]}]
+    chat = tokenizer.apply_chat_template(dialogue, tools=[{"name": "add"}], tokenize=False)
+    assert isinstance(chat, str)
+    assert chat.count("system") == 1
+    assert 'Hi\n<tools>\n{"name": "add"}\n</tools>' in chat
+    assert chat.endswith('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n')
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     model, report = loaded
     assert not any(report.values()), report

@@ -37,7 +37,8 @@ def test_env_is_built_by_name_or_module_with_its_options(tmp_path: Path) -> None
     ("name", "options", "part"),
     [
         ("digts", {}, "'digits'?"),
-        ("digits", {"operation": "copy", "lenght": 3}, "'lenght'; it accepts operation, length"),
+        ("digits", {"operation": "copy", "lenght": 3}, "'length'?); it accepts operation, length"),
+        ("digits", {"operaton": "reverse"}, "'operaton' (did you mean 'operation'?)"),
         ("rows", {}, "'path'; it accepts path, split"),
         ("env_plugins:without_tasks", {"a": 1}, "no options"),
         ("env_plugins:without_tasks", {}, "size, task, fingerprint"),
@@ -120,7 +121,7 @@ async def test_tools_are_built_by_name_or_module_with_their_options() -> None:
     [
         ([ToolConfig(name="calculater")], "'calculator'?"),
         ([ToolConfig(name="calculator", options={"a": 1})], "no options"),
-        ([ToolConfig(name="env_plugins:Repeater", options={"time": 2})], "it accepts times"),
+        ([ToolConfig(name="env_plugins:Repeater", options={"time": 2})], "'times'?); it accepts times"),
         ([ToolConfig(name="env_plugins:Repeater", options={"times": 0})], "ZeroDivisionError"),
         ([ToolConfig(name="env_plugins:not_callable")], "is a int"),
         ([ToolConfig(name="calculator")] * 2, "calculator"),

@@ -30,18 +30,19 @@ def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_run_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> MakeRunConfig:
     """A scripted run on the session's Redis; keyword arguments replace sections."""
 
-    def make(*, buffer: dict[str, object] | None = None, redis: dict[str, object] | None = None) -> RunConfig:
+    def make(*, buffer: dict[str, object] | None = None, **sections: dict[str, object]) -> RunConfig:
         return RunConfig.model_validate(
             SETTINGS
             | {
                 "run": {"name": run_name, "dir": str(tmp_path)},
-                "redis": redis or {"url": redis_url},
+                "redis": {"url": redis_url},
                 "weights": {"control_port": free_port()},
                 "buffer": {
                     "bind": free_address, "endpoint": free_address, "max_staleness": 4, "reply_deadline_s": 60.0,
                     "retention": {"max_groups": 100_000}, **(buffer or {}),
                 },
             }
+            | sections
         )  # fmt: skip
 
     return make

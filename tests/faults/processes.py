@@ -132,7 +132,9 @@ class Run:
     def finish_soon(self, steps: int) -> History:
         """Kills the learner and restarts it for that many more steps; the history of the run."""
         last: int = self.pipeline.records("step")[-1]["step"] + steps
-        self.inject(Fault("learner", signal.SIGKILL, away_s=0.5), f"learner.steps={last}")
+        self.inject(
+            Fault("learner", signal.SIGKILL, away_s=0.5), f"learner.steps={last}", "learner.optimizer.warmup_steps=0"
+        )
         history = self.finish()
         assert list(history) == list(range(last))
         return history

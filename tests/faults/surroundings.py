@@ -39,7 +39,7 @@ class Adding(ToolEnv):
         super().__init__(Digits(operation="reverse", length=3), build_tools((tool,)))
 
     def session(self, task: Task) -> "AddingSession":
-        return AddingSession(task, self._toolboxes, self._schemas)
+        return AddingSession(self.opening(task), self._toolboxes)
 
 
 class AddingSession(ToolSession):

@@ -13,6 +13,7 @@ import yaml
 import zmq
 from redis.asyncio import Redis
 
+from slipstream.buffer.handlers.ingest import IngestSettings
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
@@ -107,11 +108,12 @@ async def test_bad_frames_are_counted_without_memory_growth(
 ) -> None:
     # The attacker may send no valid heartbeat, and must stay known until the end.
     config = make_config(server_deadline_s=600.0)
+    settings = IngestSettings.from_config(config)
     messages = list(mutated_messages(FRAMES, seed=7, run=config.run.name))
     with service_process(config, tmp_path) as process, attacker(config, hello_of(config)) as peer:
         peer.send(messages[:WARM_UP])
         before_bytes = process.memory_info().rss
-        assert peer.send(messages[WARM_UP:]) == sum(map(drops, messages))
+        assert peer.send(messages[WARM_UP:]) == sum(drops(each, settings) for each in messages)
         assert process.memory_info().rss - before_bytes < MOST_GROWTH_BYTES
         # The attacker's tickets return; then a group is delivered as usual.
         peer.socket.send(encode(hello_of(config, incarnation="another")))

@@ -16,7 +16,7 @@ from tests.conftest import free_port
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.conftest import MakeRunConfig
 from tests.faults.proxy import MessageProxy, TcpProxy
-from tests.faults.scripted_run import ANSWER, STEPS, FollowingEngine, scripted_run
+from tests.faults.scripted_run import ANSWER, SETTINGS, STEPS, FollowingEngine, scripted_run
 
 DEADLINE_S = 90.0
 SILENCE_S = 2.5
@@ -85,7 +85,11 @@ async def test_slow_network_is_not_a_silent_server(
     make_run_config: MakeRunConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.handlers.fleet.GRACE_S", 5.0)  # messages are late, not lost
-    config = make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
+    tokens = len(IncompressibleEngine.answer)
+    config = make_run_config(
+        buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S},
+        rollout=SETTINGS["rollout"] | {"sampling": {"max_tokens": tokens}, "engine": {"max_model_len": tokens + 10}},
+    )
     engine = IncompressibleEngine()
     proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
     ledger = Ledger.from_config(redis, config)

@@ -13,7 +13,7 @@ from slipstream.buffer.store.scripts import group_key
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
-from tests.buffer.groups import answered
+from tests.buffer.groups import LONG, answered
 from tests.buffer.peers import Peer, connected, serving, until
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.own_redis import OwnRedis
@@ -93,7 +93,7 @@ async def delivered(server: Peer, ticket: m.Ticket) -> bool:
     """Delivers a large group; whether it was acknowledged before the reply to a later request."""
     group = answered(ticket)
     for trajectory in group.trajectories:
-        trajectory.scores.update({REWARD: 1.0, "x" * 10_000: 1.0})
+        trajectory.scores.update({REWARD: 1.0} | {f"{number:0{LONG}}": 1.0 for number in range(10)})
     await server.send(m.Deliver(ids=[ticket.id]), encode(group))
     await server.send(m.StateRequest(request=1))
     acknowledged = False

@@ -378,7 +378,7 @@ def test_groups_are_durable_when_background_checkpoint_is_complete(
             **served_sections(redis_url, run_name, free_address, tmp_path),
             "model": {"path": str(digits_model), "dtype": "float32"},
             "learner": {
-                "steps": 3, "groups_per_step": 4, "wait_deadline_s": DEADLINE_S,
+                "steps": 3, "optimizer": {"warmup_steps": 0}, "groups_per_step": 4, "wait_deadline_s": DEADLINE_S,
                 "checkpoint": {"every_steps": 1, "asynchronous": True},
             },
         }

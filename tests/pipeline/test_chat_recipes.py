@@ -106,7 +106,7 @@ def test_first_steps(
         *model, "model.dtype=float32", f"env.options={options}", "eval.tasks=4",
         "rollout.sampling.max_tokens=16", "rollout.engine.max_model_len=256", "rollout.engine.max_sequences=64",
         "rollout.engine.name=hf", "rollout.groups_in_flight=8",
-        "scoring.workers=1", f"learner.steps={STEPS}", "learner.groups_per_step=4",
+        "scoring.workers=1", f"learner.steps={STEPS}", "learner.optimizer.warmup_steps=0", "learner.groups_per_step=4",
     )  # fmt: skip
     assert train(forks, pipeline, *overrides, file=file) == 0
     steps = pipeline.records("step")

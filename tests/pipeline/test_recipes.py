@@ -18,6 +18,7 @@ OTHERS = ("constants", "gsm8k", "mbpp", "smollm2_arithmetic")
 """Recipes over rows of files, which have tests of their own."""
 RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") if path.stem not in OTHERS)
 STEPS = 3
+CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 AT_ONCE = 2
 """While one run's engine starts, which keeps a core busy, another's processes wait for each other."""
 
@@ -43,7 +44,8 @@ def overrides_of(recipe: Path) -> list[str]:
     return [
         "eval.tasks=0",
         f"learner.steps={STEPS}",
-        *(["learner.critic.pretrain_steps=1"] if "critic" in learner else []),
+        "learner.optimizer.warmup_steps=0",
+        *(CRITIC if "critic" in learner else []),
     ]
 
 
@@ -60,7 +62,8 @@ def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[
 
 
 def test_a_breached_throttle_brings_the_staleness_to_0(pipeline: Pipeline, forks: ForkServerContext) -> None:
-    overrides = ("eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16")
+    overrides = ["eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16"]
+    overrides.append("learner.optimizer.warmup_steps=0")
     throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
     assert train(forks, pipeline, *overrides, throttle) == 0
     steps = pipeline.records("step")

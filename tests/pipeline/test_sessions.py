@@ -17,6 +17,7 @@ OVERRIDES = (
     "rollout.sampling={max_tokens: 16, ignore_eos: false}",
     "rollout.group_size=8",
     "learner.steps=2",
+    "learner.optimizer.warmup_steps=0",
     "learner.groups_per_step=4",
     "learner.checkpoint.every_steps=1",
     "eval.tasks=4",

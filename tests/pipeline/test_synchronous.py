@@ -74,7 +74,7 @@ def test_staleness_0_equals_synchronous_training_bit_for_bit(
     pipeline: Pipeline, forks: ForkServerContext, world: World
 ) -> None:
     overrides = ("buffer.max_staleness=0", "weights.publish_every_steps=1", "eval.tasks=0")
-    assert train(forks, pipeline, f"learner.steps={STEPS}", *overrides) == 0
+    assert train(forks, pipeline, f"learner.steps={STEPS}", "learner.optimizer.warmup_steps=0", *overrides) == 0
     assert all(step["staleness_max"] == 0 for step in pipeline.records("step"))
     steps = trained_groups(str(pipeline.run_folder))
     assert [len(groups) for groups in steps] == [32] * STEPS

@@ -35,7 +35,7 @@ def sends_a_pickle(answer: str, reference: str, info: Info) -> float:
 
 
 def sends_other_scores(answer: str, reference: str, info: Info) -> float:
-    return sends_instead(msgspec.msgpack.encode({"type": "Scored", "scores": {"other": [{"value": 1.0}]}}))
+    return sends_instead(msgspec.msgpack.encode([[{"value": 1.0}] * 2]))
 
 
 def sends_instead(message: bytes) -> float:
@@ -113,6 +113,11 @@ def starts_others_and_hangs(answer: str, reference: str, info: Info) -> float:
 def dies_if_asked(answer: str, reference: str, info: Info) -> float:
     if answer == "die":
         os._exit(7)
+    return 1.0
+
+
+def takes_a_while(answer: str, reference: str, info: Info) -> float:
+    time.sleep(0.2)
     return 1.0
 
 

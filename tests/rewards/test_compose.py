@@ -3,15 +3,14 @@
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed, Score
-from slipstream.rewards.compose import Reward, score_async, score_plain, weighted
+from slipstream.rewards.base import Episode, Failure, Result, RewardUnavailable, Score
+from slipstream.rewards.compose import Reward, run_all, weighted
 from tests.rewards.episodes import episode
 
 EPISODES = [episode("5"), episode("71")]
@@ -21,68 +20,83 @@ def plain(result: Any) -> Reward:
     return Reward("mine", lambda answer, reference, info: result, "answer", is_async=False)
 
 
-def test_each_kind_of_plain_function_scores_each_episode() -> None:
-    rewards = [
-        Reward("answer", lambda answer, reference, info: answer == reference, "answer", is_async=False),
-        Reward("episode", lambda episode: Score(episode.tokens, {"half": 0.5}), "episode", is_async=False),
-        Reward("group", lambda episodes: range(len(episodes)), "group", is_async=False),
-    ]
-    assert score_plain(rewards, EPISODES) == {
-        "answer": [Score(1.0), Score(0.0)],
-        "episode": [Score(1.0, {"half": 0.5}), Score(2.0, {"half": 0.5})],
-        "group": [Score(0.0), Score(1.0)],
-    }
+def run(reward: Reward) -> list[Result]:
+    """All calls of a plain reward for the episodes."""
+    calls = reward.calls(len(EPISODES))
+    return [each for call in calls for each in reward.run([EPISODES[index] for index in call.indices])]
 
 
-async def test_async_rewards_score_all_episodes_at_once() -> None:
-    together = asyncio.Barrier(2 * len(EPISODES) + 1)
+async def run_async(reward: Reward) -> list[Result]:
+    """All calls of an async reward for the episodes, at once."""
+    calls = reward.calls(len(EPISODES))
+    found = await run_all([reward.run_async([EPISODES[index] for index in call.indices]) for call in calls])
+    return [each for results in found for each in results]
+
+
+def outcome(result: Result) -> float | str:
+    return result.reason if isinstance(result, Failure) else result.value
+
+
+@pytest.mark.parametrize(
+    ("takes", "function", "scores"),
+    [
+        ("answer", lambda answer, reference, info: answer == reference, [Score(1.0), Score(0.0)]),
+        (
+            "episode",
+            lambda episode: Score(episode.tokens, {"a": 0.5}),
+            [Score(1.0, {"a": 0.5}), Score(2.0, {"a": 0.5})],
+        ),
+        ("group", lambda episodes: range(len(episodes)), [Score(0.0), Score(1.0)]),
+    ],
+)
+def test_each_kind_of_plain_function_scores_each_episode(takes: Any, function: Any, scores: list[Score]) -> None:
+    assert run(Reward("mine", function, takes, is_async=False)) == scores
+
+
+async def test_async_calls_run_at_once() -> None:
+    together = asyncio.Barrier(len(EPISODES))
 
     async def judged(episode: Episode) -> float:
         await together.wait()
         return episode.tokens
 
-    async def matched(answer: str, reference: str, info: object) -> float:
-        await together.wait()
-        return float(answer == reference)
-
-    async def ranked(episodes: Sequence[Episode]) -> list[float]:
-        await together.wait()
-        return [0.0] * len(episodes)
-
-    rewards = [
-        Reward("episode", judged, "episode", is_async=True),
-        Reward("answer", matched, "answer", is_async=True),
-        Reward("group", ranked, "group", is_async=True),
-        plain(1.0),
-    ]
     async with asyncio.timeout(30):
-        scores = await score_async(rewards, EPISODES)
-    values = {name: [score.value for score in column] for name, column in scores.items()}
-    assert values == {"episode": [1.0, 2.0], "answer": [1.0, 0.0], "group": [0.0, 0.0]}
+        assert await run_async(Reward("mine", judged, "episode", is_async=True)) == [Score(1.0), Score(2.0)]
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("its own")], ids=repr
+    "error",
+    [ValueError("no"), TimeoutError("its own"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("its own")],
+    ids=repr,
 )
-@pytest.mark.parametrize("takes", ["episode", "group"])
-async def test_async_error_fails_the_group_and_cancels_the_others(error: BaseException, takes: Any) -> None:
-    cancelled = asyncio.Event()
+async def test_error_costs_its_episode(error: BaseException) -> None:
+    def raises(answer: str, reference: str, info: object) -> float:
+        if answer == "71":
+            raise error
+        return 1.0
 
-    async def raises(*_: object) -> float:
+    async def later(answer: str, reference: str, info: object) -> float:
         await asyncio.sleep(0)
-        raise error
+        return raises(answer, reference, info)
 
-    async def waits(*_: object) -> float:
-        try:
-            return await asyncio.Future()
-        finally:
-            cancelled.set()
+    for reward in (Reward("bad", raises, "answer", is_async=False), Reward("bad", later, "answer", is_async=True)):
+        good, bad = await run_async(reward) if reward.is_async else run(reward)
+        assert good == Score(1.0)
+        assert isinstance(bad, Failure)
+        assert (bad.reason, bad.detail.startswith(f"bad: {type(error).__name__}")) == ("reward_error", True)
 
-    rewards = [Reward("bad", raises, takes, is_async=True), Reward("good", waits, takes, is_async=True)]
-    with pytest.raises(RewardFailed, match=f"bad: {type(error).__name__}") as failed:
-        await score_async(rewards, EPISODES)
-    assert failed.value.reason == "reward_error"
-    assert cancelled.is_set()
+
+@pytest.mark.parametrize(
+    ("returned", "outcomes"),
+    [
+        ([1.0, RewardUnavailable("no judge")], [1.0, "reward_unavailable"]),
+        ([math.nan, 1.0], ["reward_error", 1.0]),
+        ([1.0], ["reward_error"] * 2),
+        (None, ["reward_error"] * 2),
+    ],
+)
+def test_group_reward_may_fail_for_single_episodes(returned: Any, outcomes: list[Any]) -> None:
+    assert list(map(outcome, run(Reward("mine", lambda _: returned, "group", is_async=False)))) == outcomes
 
 
 @pytest.mark.parametrize("takes", ["episode", "group"])
@@ -93,20 +107,51 @@ async def test_cancelling_an_async_score_is_no_reward_error(takes: Any) -> None:
         started.set()
         return await asyncio.Future()
 
-    scoring = asyncio.create_task(score_async([Reward("slow", waits, takes, is_async=True)], EPISODES))
+    scoring = asyncio.create_task(run_async(Reward("slow", waits, takes, is_async=True)))
     await started.wait()
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring
 
 
+async def hangs(answer: str, reference: str, info: object) -> float:
+    return await asyncio.Future()
+
+
+class Limited:
+    worst_case_s = 7.0
+
+    async def __call__(self, answer: str, reference: str, info: object) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "takes", "is_async", "deadline_s", "limit_s"),
+    [
+        (Limited(), "answer", True, 1.0, math.inf),  # it may wait for its turn
+        (Limited(), "answer", False, 1.0, 7.0),
+        (hangs, "answer", True, 30.0, 30.0),
+        (len, "group", False, 30.0, 120.0),
+    ],
+)
+def test_own_limit_is_used_instead_of_the_deadline(
+    function: Any, takes: Any, is_async: bool, deadline_s: float, limit_s: float
+) -> None:
+    assert Reward("mine", function, takes, is_async, deadline_s).limit_s(4) == limit_s
+
+
+async def test_async_call_ends_at_its_limit() -> None:
+    reward = Reward("slow", hangs, "answer", is_async=True, deadline_s=0.01)
+    assert list(map(outcome, await run_async(reward))) == ["reward_timeout"] * 2
+
+
 def in_spans(*spans: tuple[int, float]) -> Score:
     return Score(1.0, spans=spans)
 
 
-@pytest.mark.parametrize("exact", [1e15, Score(-1e15), in_spans((3, 0.75), (4, 0.25)), Score(True)], ids=repr)
+@pytest.mark.parametrize("exact", [1e8, Score(-1e8), in_spans((3, 0.75), (4, 0.25)), Score(True)], ids=repr)
 def test_a_usable_result_is_kept(exact: Any) -> None:
-    (score,) = score_plain([plain(exact)], EPISODES[:1])["mine"]
+    (score,) = plain(exact).run(EPISODES[:1])
     assert score == (exact if isinstance(exact, Score) else Score(exact))
 
 
@@ -124,16 +169,9 @@ def test_a_usable_result_is_kept(exact: Any) -> None:
     ids=lambda result: repr(result)[:40],
 )
 def test_an_unusable_result_is_a_reward_error(result: Any) -> None:
-    with pytest.raises(RewardFailed, match="mine: ") as failed:
-        score_plain([plain(result)], EPISODES[:1])
-    assert failed.value.reason == "reward_error"
-
-
-@pytest.mark.parametrize("results", [[1.0], 2.0, None, [1.0, "x"]], ids=repr)
-def test_a_group_reward_returns_one_result_per_episode(results: Any) -> None:
-    rewards = [Reward("mine", lambda episodes: results, "group", is_async=False)]
-    with pytest.raises(RewardFailed, match="mine: TypeError"):
-        score_plain(rewards, EPISODES)
+    (failed,) = plain(result).run(EPISODES[:1])
+    assert isinstance(failed, Failure)
+    assert (failed.reason, failed.detail.startswith("mine: ")) == ("reward_error", True)
 
 
 def test_terms_are_summed_by_weight_and_parts_are_recorded() -> None:

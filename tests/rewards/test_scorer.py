@@ -1,18 +1,21 @@
 """Scoring groups with the terms of a run: deadlines, and evaluations beside training."""
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
-from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.base import Failure, RewardUnavailable, Score
 from slipstream.rewards.compose import EpisodeReward
-from slipstream.rewards.scorer import Scorer
+from slipstream.rewards.scorer import FailureRate, Scorer
 from tests.rewards.episodes import episode
 
 PATIENCE_S = 60.0
@@ -37,16 +40,16 @@ async def test_evaluations_leave_workers_to_training(hanging: Scorer) -> None:
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         evaluations = [tasks.create_task(hanging.score([episode("hang")], evaluation=True)) for _ in range(8)]
         await asyncio.sleep(0)  # they start first
-        assert [result.reward for result in await hanging.score([episode("a")])] == [1.0]
+        assert reasons(await hanging.score([episode("a")])) == [""]
         for evaluation in evaluations:
             evaluation.cancel()
 
 
 @pytest.mark.parametrize("hanging", [0, 1], indirect=True, ids=["inline", "worker"])
 async def test_a_group_past_its_deadline_is_not_scored(hanging: Scorer) -> None:
-    with pytest.raises(RewardFailed, match=r"scoring\.workers") as failed:
-        await hanging.score([episode("hang")], until=asyncio.get_running_loop().time())
-    assert failed.value.reason == "scoring_timeout"
+    (failed,) = await hanging.score([episode("hang")], until=asyncio.get_running_loop().time())
+    assert isinstance(failed, Failure)
+    assert (failed.reason, "scoring.workers" in failed.detail) == ("scoring_timeout", True)
     async with asyncio.timeout(PATIENCE_S):
         assert len(await hanging.score([episode("5")])) == 1
 
@@ -57,12 +60,67 @@ async def test_a_group_waits_while_time_is_left_for_its_scores(hanging: Scorer) 
     ahead = [asyncio.create_task(hanging.score([episode("hang")])) for _ in range(2)]
     await asyncio.sleep(0)
     until = loop.time() + 4.0
-    with pytest.raises(RewardFailed, match="scoring_timeout"):
-        await hanging.score([episode("fine")], until=until)
+    assert reasons(await hanging.score([episode("fine")], until=until)) == ["scoring_timeout"]
     assert loop.time() < until
     for task in ahead:
         task.cancel()
     await asyncio.wait(ahead)
+
+
+def reasons(results: Sequence[EpisodeReward | Failure]) -> list[str]:
+    return [each.reason if isinstance(each, Failure) else "" for each in results]
+
+
+class Flaky:
+    """Fails for every answer the first `failures` times, for answers named `never` always."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.asked: Counter[str] = Counter()
+
+    def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+        self.asked[answer] += 1
+        if answer == "never" or self.asked[answer] <= self.failures:
+            raise RewardUnavailable("no judge")
+        return 1.0
+
+
+async def test_failed_calls_are_repeated_twice() -> None:
+    terms = [RewardConfig(name="flaky", function=f"{__name__}:Flaky", options={"failures": 2})]
+    with closing(Scorer(terms, ScoringConfig(workers=0), retry_s=(0.01, 0.01))) as scorer:
+        results = await scorer.score([episode("a"), episode("never"), episode("b")])
+        assert reasons(results) == ["", "reward_unavailable", ""]
+        flaky = scorer.runner.rewards["flaky"].function
+        assert isinstance(flaky, Flaky)
+        assert flaky.asked == {"a": 3, "never": 3, "b": 3}
+
+
+async def test_worker_that_ends_costs_its_episode_after_all_tries() -> None:
+    terms = [RewardConfig(name="reward_plugins:dies_if_asked")]
+    with closing(Scorer(terms, ScoringConfig(workers=1), retry_s=(0.01, 0.01))) as scorer:
+        async with asyncio.timeout(PATIENCE_S):
+            assert reasons(await scorer.score([episode("a"), episode("die"), episode("b")])) == ["", "reward_crash", ""]
+
+
+def test_reward_that_fails_often_is_named() -> None:
+    rate = FailureRate("judge")
+    with structlog.testing.capture_logs() as logs:
+        rate.record([Score(1.0)] * 78)
+        rate.record([Failure("reward_error", "why")] * 21)
+        assert not logs
+        for _ in range(3):
+            rate.record([Failure("reward_error", "why")])
+    (warning,) = logs
+    assert (warning["reward"], warning["reason"], warning["failed"]) == ("judge", "reward_error", 22)
+
+
+def test_calls_must_end_within_a_ticket() -> None:
+    with closing(Scorer([RewardConfig(name="reward_plugins:judged")], ScoringConfig(workers=0))) as scorer:
+        scorer.require_time(generation_s=300, ticket_s=600)
+        with pytest.raises(
+            ConfigError, match=r"judged 30.*buffer\.ticket_deadline_s=330.*rollout\.group_deadline_s=300"
+        ):
+            scorer.require_time(generation_s=300, ticket_s=330)
 
 
 def test_an_unknown_reward_is_refused_at_the_start() -> None:
@@ -91,9 +149,35 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
 async def test_wrong_unparsed_and_late_answers_differ_in_the_scores() -> None:
     pytest.importorskip("math_verify")
     answers = [r"\boxed{x+7}", r"\boxed{x+8}", "no idea", r"\boxed{2^{2^{2^{2^{2^2}}}}}"]
-    terms = [RewardConfig(name="math", options={"timeout_s": 0.5})]
-    with closing(Scorer(terms, ScoringConfig(workers=1, deadline_s=PATIENCE_S))) as scorer:
+    terms = [RewardConfig(name="math", options={"timeout_s": 2.0})]
+    with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
         results = await scorer.score([episode(answer, reference="7+x") for answer in answers])
+    assert math_scores(results) == [(1, 1, 0), (0, 1, 0), (0, 0, 0), (0, 1, 1)]
+
+
+async def test_hard_comparisons_cost_no_episode() -> None:
+    pytest.importorskip("math_verify")
+    terms = [RewardConfig(name="math", options={"timeout_s": 1.0})]
+    subjects = [episode(rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}", reference="7+x") for base in range(2, 10)]
+    with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
+        assert math_scores(await scorer.score(subjects)) == [(0, 1, 1)] * 8
+
+
+def math_scores(results: Sequence[EpisodeReward | Failure]) -> list[tuple[float, ...]]:
     columns = ("math", "math/parsed", "math/timeout")
-    scores = [tuple(result.scores[column] for column in columns) for result in results]
-    assert scores == [(1, 1, 0), (0, 1, 0), (0, 0, 0), (0, 1, 1)]
+    return [tuple(each.scores[column] for column in columns) for each in results if isinstance(each, EpisodeReward)]
+
+
+async def test_program_that_sleeps_scores_0_and_delays_no_other_group() -> None:
+    """A program's clock starts when it starts: twelve groups at once on two cores are all scored."""
+    program = "def double(x):\n    return 2 * x\n"
+    terms = [RewardConfig(name="code", options={"limits": {"wall_s": 5}})]
+    sleeps, tests = f"import time\ntime.sleep(60)\n{program}", "assert double(2) == 4"
+    with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
+        groups = [[episode(answer, reference=tests) for answer in (program, sleeps)]]
+        groups += [[episode(program, reference=tests)] * 2 for _ in range(11)]
+        results = await asyncio.gather(*map(scorer.score, groups))
+    rewards = [each.scores if isinstance(each, EpisodeReward) else each for group in results for each in group]
+    passed = {"code": 1.0, "code/parsed": 1.0, "code/passed": 1.0, "code/timeout": 0.0}
+    late = {"code": 0.0, "code/parsed": 1.0, "code/passed": 0.0, "code/timeout": 1.0}
+    assert rewards == [passed, late, *[passed] * 22]

@@ -23,5 +23,21 @@ class Faulty:
         return "faulty"
 
 
+class Chat:
+    """Chat messages alone, for a model without a chat template; of 100 tasks the last ones may be texts."""
+
+    def __init__(self, texts: int = 0) -> None:
+        self.texts = texts
+
+    def size(self, split: Split) -> int:
+        return 100 if split == "train" else 0
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task("12r" if index >= 100 - self.texts else [{"role": "user", "content": "12r"}], "21")
+
+    def fingerprint(self) -> str:
+        return "chat"
+
+
 def raises_for_99r(answer: str, reference: str, info: Mapping[str, Any]) -> float:
     return 1.0 / float(info["prompt"] != "99r")

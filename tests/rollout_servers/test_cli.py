@@ -14,11 +14,13 @@ import pytest
 
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
-from tests.buffer.peers import OTHER_DTYPE, serving, until
+from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
 
@@ -49,6 +51,41 @@ def test_unusable_names_are_reported_before_the_engine_starts(override: str, nam
     assert {line["server"] for line in lines} == {log.stem}
 
 
+def test_server_hides_secrets_from_what_it_runs(tmp_path: Path) -> None:
+    """Its own processes have a folder for temporary files, too."""
+    (tmp_path / "spies.py").write_text(
+        "import json, os, subprocess, sys\n"
+        "from slipstream.env.builtin.digits import Digits\n"
+        "def record(name):\n"
+        "    code = 'import json, os, tempfile; print(json.dumps([tempfile.gettempdir(), *os.environ]))'\n"
+        "    done = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)\n"
+        f"    open(f'{tmp_path}/{{name}}.json', 'wb').write(done.stdout)\n"
+        "class Env(Digits):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('copy')\n"
+        "        record('env')\n"
+        "class Reward:\n"
+        "    def __init__(self):\n"
+        "        record('reward')\n"
+        "    def __call__(self, prompt, answer, reference):\n"
+        "        return 0.0\n"
+    )
+    secrets = dict.fromkeys((REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY"), "hidden")
+    overrides = ["env.name=spies:Env", "env.options={}", "rewards=[{name: spies:Reward}]", "model={path: /nowhere}"]
+    command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", *overrides]
+    folders = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, **secrets, "PYTHONPATH": folders, "TMPDIR": str(temporary)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
+    assert "/nowhere" in done.stderr
+    for name in ("env", "reward"):
+        folder, *variables = json.loads((tmp_path / f"{name}.json").read_text())
+        assert secrets.keys() & set(variables) == {"JUDGES_KEY"}
+        assert Path(folder).parent == temporary
+    assert list(temporary.iterdir()) == []
+
+
 async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"name": "digits", "label": "plain", "options": {"operation": "copy"}}
     parts = [plain, {**plain, "label": "with tools", "tools": [{"name": "calculator"}]}]
@@ -59,8 +96,14 @@ async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) ->
             "rollout": {"engine": {"name": "hf"}},
         }
     )
-    with pytest.raises(ConfigError, match="tool_format"):
+    with pytest.raises(ConfigError, match="tool_prompt"):
         await serve(config, "server-1")
+
+
+async def test_penalty_of_whole_answers_is_refused() -> None:
+    overrides = ["rollout.overlong={cache_tokens: 5}", "rollout.episode.tokens=8"]
+    with pytest.raises(ConfigError, match=r"rollout\.overlong\.cache_tokens=5 .*rollout\.sampling\.max_tokens=3"):
+        await serve(load_config(DEMO, overrides), "server-1")
 
 
 def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +116,7 @@ def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"model": {"dtype": OTHER_DTYPE}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
+    [({"model": {"dtype": "bfloat16"}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
     ids=["dtype", "seed"],
 )
 async def test_differing_server_is_refused_before_its_engine(
@@ -88,7 +131,11 @@ async def test_differing_server_is_refused_before_its_engine(
         raise AssertionError("the engine starts")
 
     monkeypatch.setattr(build, "start_engine", start)
-    settings = digits_settings | {"redis": {"url": redis_url}, "run": digits_settings["run"] | {"name": run_name}}
+    settings = digits_settings | {
+        "redis": {"url": redis_url},
+        "run": digits_settings["run"] | {"name": run_name},
+        "model": digits_settings["model"] | {"dtype": "float32"},
+    }
     others = settings | {name: settings[name] | keys for name, keys in change.items()}
     async with serving(RunConfig.model_validate(settings)) as service:
         with pytest.raises(RefusedError, match=key):

@@ -9,12 +9,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.rollout import EpisodeConfig, RolloutConfig
+from slipstream.configs.schema.run import EnvConfig, ToolConfig
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import Mix, Part
+from slipstream.env.registry import add_tools
+from slipstream.env.tools.session import ToolEnv
 from slipstream.rollout_servers import prompt_filter
 from slipstream.rollout_servers.prompt_filter import without_long_prompts
+from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 from slipstream.rollout_servers.tokenizer import Tokenizer
+from tests.rollout_servers.rollouts.chat import build_chat_model
 
 LIMIT = 60
 CONFIG = RolloutConfig.model_validate({"engine": {"max_model_len": LIMIT + 4}, "sampling": {"max_tokens": 4}})
@@ -90,6 +95,19 @@ def test_prompts_that_are_too_long_are_left_out(tokenizer: CountingTokenizer) ->
     assert same.fingerprint() == kept.fingerprint()
     other = without_long_prompts(Prompts((*env.prompts[::-1],)), tokenizer, CONFIG)
     assert other.fingerprint() != kept.fingerprint()
+
+
+def test_schemas_of_tools_count(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_chat_model(tmp_path, "chatml"))
+    env = add_tools(Prompts(("1", "1" * 50)), EnvConfig(tools=(ToolConfig(name="calculator"),)))
+    assert isinstance(env, ToolEnv)
+    episode = EpisodeConfig(tool_prompt="system")
+    format = ChatFormat.of(tokenizer, episode)
+    shown = format.for_template(env.opening(env.task("train", 0)))
+    limit = len(tokenizer.encode(shown.messages)) + 20
+    sections = {"engine": {"max_model_len": limit + 4}, "sampling": {"max_tokens": 4}, "episode": episode}
+    kept = without_long_prompts(env, tokenizer, RolloutConfig.model_validate(sections))
+    assert train_prompts(kept) == ["1"]
 
 
 def test_short_prompts_are_not_tokenized(tokenizer: CountingTokenizer) -> None:

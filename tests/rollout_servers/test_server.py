@@ -20,7 +20,8 @@ from slipstream.env.registry import build_env
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.server import RolloutServer
+from slipstream.rollout_servers.server import EveryTaskFails, RolloutServer
+from slipstream.rollout_servers.tickets import FIRST_GROUPS
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.buffer.peers import learner, serving, until
 from tests.conftest import free_port
@@ -154,6 +155,20 @@ async def test_a_faulty_task_is_filtered_with_its_reason(vllm: Engine, make_run:
     }
     assert counts.issued == counts.ready + counts.filtered + counts.in_flight
     assert {group.indices[0] for group in groups} == {0}
+
+
+async def test_failure_of_every_task_ends_the_server(make_run: MakeRun) -> None:
+    config = make_run(env={"name": f"{PLUGINS}:Chat"})
+    async with serving(config), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EveryTaskFails, match=r"prompt_untokenizable.*no chat template.*slipstream check"):
+            await build_server(config, ScriptedEngine()).run()
+
+
+async def test_mixture_with_few_sound_tasks_goes_on(vllm: Engine, make_run: MakeRun) -> None:
+    config = make_run(env={"name": f"{PLUGINS}:Chat", "options": {"texts": 2}})
+    async with serving(config) as service, generating(config, vllm):
+        counts = await counted(service, lambda counts: counts.ready > 0 and counts.filtered > FIRST_GROUPS)
+    assert counts.reasons["filtered:prompt_untokenizable"] == counts.filtered
 
 
 async def evaluated(config: RunConfig, engine: Engine) -> tuple[m.EvalReport, list[m.Group]]:

@@ -60,7 +60,7 @@ async def test_repeated_tickets_are_played_once(start_server: StartServer) -> No
 async def test_a_group_counts_missing_episodes(
     start_server: StartServer, answers: tuple[Completion, ...], missing: int
 ) -> None:
-    async with start_server(*answers, min_group_size=2).buffer() as buffer:
+    async with start_server(*answers, min_episodes=2).buffer() as buffer:
         await buffer.grant(ticket("a"))
         _, (group,) = await buffer.receive(m.Deliver)
         assert (len(group.trajectories), group.missing) == (4 - missing, missing)

@@ -16,6 +16,7 @@ from slipstream.rollout_servers.tickets import (
     LONGEST_DELAY_S,
     ConcurrencyLimiter,
     FailureBackoff,
+    FirstFailures,
     TicketBook,
 )
 
@@ -52,6 +53,28 @@ def test_the_latest_settled_and_all_held_tickets_are_remembered() -> None:
         book.accept(name, "first")
         book.settle(name)
     assert [book.accept(name, "first") for name in ("c", "b", "a", "held")] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "examined"),
+    [
+        (["prompt_too_long"] * 5, [3]),
+        (["prompt_too_long", "image_unreadable", *["prompt_too_long"] * 3], []),
+        (["", *["prompt_too_long"] * 3], []),
+        (["prompt_too_long", "prompt_too_long", "", "prompt_too_long"], []),
+        (["generation_timeout"] * 4, []),
+        (["env_error"] * 4, []),
+        (["reward_unavailable", *["prompt_empty"] * 3], []),
+    ],
+)
+def test_same_certain_failure_of_the_first_groups_is_examined(outcomes: Sequence[str], examined: list[int]) -> None:
+    first, found = FirstFailures(), []
+    for number, reason in enumerate(outcomes, start=1):
+        if not reason:
+            first.record_success()
+        elif first.record_failure(reason):
+            found.append(number)
+    assert found == examined
 
 
 def test_delays_double_with_failures_and_a_success_ends_them() -> None:

@@ -70,6 +70,14 @@ def test_a_text_begins_with_one_bos_an_observation_with_none(model: Path, tmp_pa
     assert tokenizer.encode_observation("12r") == plain
 
 
+def test_damaged_tokenizer_is_named(model: Path, tmp_path: Path) -> None:
+    copy = changed(model, tmp_path, "config.json")
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError) as error:
+        Tokenizer(copy)
+    assert str(copy) in str(error.value)
+
+
 def test_chat_messages_use_the_chat_template(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(changed(model, tmp_path, "tokenizer_config.json", chat_template=TEMPLATE))
     messages = ({"role": "user", "content": "12"}, {"role": "assistant", "content": "3r"})

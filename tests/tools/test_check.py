@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.run import EnvConfig, RewardConfig
 from slipstream.env.base import Split, Task
-from slipstream.tools.check import command, plugin_problems
+from slipstream.rewards.base import RewardUnavailable
+from slipstream.tools.check import command
+from slipstream.tools.play import command as play
+from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.tools.run_command import DEMO, slipstream
 
 VISION = DEMO.parent / "recipes" / "colours.yaml"
@@ -57,17 +60,89 @@ def test_missing_image_is_named_and_logs_stay_out_of_the_json(tmp_path: Path) ->
     ("overrides", "parts"),
     [
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=6"], ["4 tokens", "4 tokens"]),
-        (["rewards=[{name: tests.tools.test_check:constant}]", "eval.reward=exact_match"], ["nothing"]),
         (["rewards=[{name: tests.tools.test_check:failing}]", "eval.reward=null"], ["reward_error"]),
-        (["env.options={operation: copy, eval_tasks: 0}"], ["held-out"]),
-        (["env.name=tests.tools.test_check:Silent", "env.options={}", "rewards=[{name: exact_match}]"], ["none"]),
+        (["env.name=tests.tools.test_check:Chat", "env.options={}"], ["no chat template", "no chat template"]),
+        (["learner.loss.name=tests.tools.test_check:nowhere"], ["nowhere"]),
+        (["buffer.filters=[{name: dynamic_sampling, score: env}]"], ["no sessions"]),
     ],
 )
 def test_problems_are_listed(capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]) -> None:
     code, report = _checked(capsys, *overrides)
-    assert code == 1
+    assert (code, report["warnings"]) == (1, [])
     assert len(report["problems"]) == len(parts)
     assert all(part in problem for part, problem in zip(parts, report["problems"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["rewards=[{name: tests.tools.test_check:constant}]", "eval.reward=exact_match"], "nothing"),
+        (["env.options={operation: copy, eval_tasks: 0}"], "held-out"),
+        (["env.name=tests.tools.test_check:Silent", "env.options={}", "rewards=[{name: exact_match}]"], "none"),
+        (["rewards=[{name: tests.tools.test_check:away}]", "eval.reward=null"], "reward_unavailable"),
+        (["env.name=tests.tools.test_check:Mixed", "env.options={}"], "task 0 of train"),
+    ],
+)
+def test_what_costs_a_run_only_a_part_is_a_warning(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], part: str
+) -> None:
+    code, report = _checked(capsys, *overrides)
+    assert (code, report["problems"]) == (0, [])
+    assert part in report["warnings"][0]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model whose template ignores tools, as SmolLM2's does."""
+    return build_chat_model(tmp_path_factory.mktemp("chatml"), "chatml")
+
+
+def with_tools(model: Path) -> list[str]:
+    """Overrides of the demo."""
+    return [
+        f"model={{path: {model}, dtype: float32}}", "env.tools=[{name: calculator}]", "rollout.engine.name=hf",
+        "rollout.engine.kv_cache_bytes=null", "rollout.engine.max_model_len=2000", "rollout.sampling.ignore_eos=false",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_tools_that_the_policy_never_sees_are_refused(
+    capsys: pytest.CaptureFixture[str], chatml: Path, tool_format: str
+) -> None:
+    overrides = [*with_tools(chatml), f"rollout.episode.tool_format={tool_format}"]
+    code, report = _checked(capsys, *overrides)
+    (problem,) = report["problems"]
+    assert code == 1
+    assert all(part in problem for part in (str(chatml), "tool_prompt=system", "chat_template.jinja"))
+    with pytest.raises(ConfigError) as refusal:
+        play([str(DEMO), "--keyboard", *overrides])
+    assert refusal.value.problems == (problem,)
+
+
+def test_tools_in_a_system_message_are_part_of_the_prompt(capsys: pytest.CaptureFixture[str], chatml: Path) -> None:
+    code, report = _checked(capsys, *with_tools(chatml), "rollout.episode.tool_prompt=system")
+    assert (code, report["problems"]) == (0, [])
+    shown = report["prompts"]["train"]["text"]
+    assert all(part in shown for part in ('"name": "calculator"', "<tool_call>", report["tools"][0]["type"]))
+
+
+def test_built_model_of_texts_sees_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = _checked(capsys, *with_tools(Path("x")), "model={build: text, dtype: float32}")
+    assert (code, report["problems"]) == (0, [])
+    assert '"name": "calculator"' in report["prompts"]["train"]["text"]
+
+
+def test_damaged_weights_and_targets_without_layers_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    build_digits_model(tmp_path / "model", seed=0)
+    model = f"path: {tmp_path / 'model'}, dtype: float32"
+    _, report = _checked(capsys, f"model={{{model}, lora: {{targets: [c_attn]}}}}")
+    assert "c_attn" in report["problems"][0]
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    _, report = _checked(capsys, f"model={{{model}}}")
+    assert str(weights) in report["problems"][0]
 
 
 class Silent:
@@ -81,6 +156,20 @@ class Silent:
 
     def fingerprint(self) -> str:
         return "silent"
+
+
+class Chat(Silent):
+    """An env of chat messages."""
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task([{"role": "user", "content": "12c"}], "12")
+
+
+class Mixed(Chat):
+    """An env whose first task is one of chat messages, and whose others are texts."""
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task("12c", "12") if index else super().task(split, index)
 
 
 class Programs(Silent):
@@ -105,6 +194,10 @@ def constant(answer: str, reference: str, info: object) -> float:
     return 0.5
 
 
+def away(answer: str, reference: str, info: object) -> float:
+    raise RewardUnavailable("its server does not answer")
+
+
 def failing(answer: str, reference: str, info: object) -> float:
     raise RuntimeError("not today")
 
@@ -123,8 +216,3 @@ def test_text_shows_the_findings(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "744 train tasks" in shown
     assert "reference 1, wrong 0" in shown
-
-
-def test_tools_are_found_without_being_started() -> None:
-    env = EnvConfig.model_validate({"options": {"operation": "copy"}, "tools": [{"name": "builtins:print"}]})
-    assert plugin_problems(env, [RewardConfig(name="exact_match")]) == []

@@ -38,6 +38,19 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'burn'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["sft", "dpo", "dashboard", "serve", "status", "resume", "export", "bench"])
+def test_command_of_others_is_answered_with_what_there_is(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([word])
+    assert cli.ELSEWHERE[word] in capsys.readouterr().err
+
+
+def test_misspelt_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sumary"])
+    assert "'summary'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_closed_pipe_ends_it_silently_as_sigpipe_would(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)

@@ -28,7 +28,7 @@ def disk_problems(config: RunConfig) -> list[str]:
     each = trained * STATE_BYTES[config.learner.optimizer.name]
     # The oldest is removed once the next is complete.
     missing = max(0, checkpoint.keep + 1 - len(checkpoint_steps(folder.checkpoints)))
-    model = policy * (4 if config.model.dtype == "float32" else 2)
+    model = policy * (4 if config.model.dtype_here == "float32" else 2)
     wanted, free = missing * each + model, free_bytes(folder.root)
     if wanted <= free:
         return []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +92,11 @@ class Supervisor:
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
         *,
+        withheld: Collection[str] = (),
         grace_s: float = GRACE_S,
     ) -> Child:
-        """Starts a child with the supervisor's environment and the given additions, without a shell."""
+        """Starts a child without a shell, with the supervisor's environment, less `withheld`, and additions."""
+        inherited = {key: value for key, value in os.environ.items() if key not in withheld}
         console = self._logs / f"{name}.console"
         with console.open("ab") as output:
             console_start = output.tell()
@@ -103,7 +105,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), MARKER: f"{self._token}:{name};"},
+                env={**inherited, **(environment or {}), MARKER: f"{self._token}:{name};"},
                 start_new_session=True,
                 preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor has one thread while it starts children
             )

@@ -12,12 +12,12 @@ from pathlib import Path
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
 from slipstream.configs.load import create_run_folder, load_config
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.models import initial_model
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.configs.runtime.temporary import remove_leftovers
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
@@ -31,6 +31,7 @@ from slipstream.tools.launch.progress import (
     make_screen,
     unbreakable_stdout,
 )
+from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -87,15 +88,15 @@ def command(argv: Sequence[str]) -> int:
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
-        *model_problems(config.model, config.learner),
-        *_key_problems(config.security),
         *mesh_problems(config.learner.parallel),
-        *_plugin_problems(config),
         *port_problems(config),
-        *disk_problems(config),
     ]
     if problems:
         raise ConfigError(problems)
+    _check(config)
+    if problems := disk_problems(config):
+        raise ConfigError(problems)
+    remove_leftovers()
     with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
@@ -118,24 +119,19 @@ def python(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
-def _key_problems(security: SecurityConfig) -> Sequence[str]:
-    from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
-
-    try:
-        for service, clients in CLIENTS.items():
-            service_keys(security, service)
-            for client in clients:
-                client_keys(security, client, service=service)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _plugin_problems(config: RunConfig) -> Sequence[str]:
+def _check(config: RunConfig) -> None:
+    """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
     # Imported here: --help and mistakes in the configuration are answered without it.
-    from slipstream.tools.check import plugin_problems, reward_terms
+    from slipstream.tools.check import check_apart
 
-    return plugin_problems(config.env, reward_terms(config))
+    if sys.stdout.isatty():  # some seconds, which a log need not account for
+        print("checking model, env, prompts and rewards", flush=True)
+    with withheld(withheld_from("rollout", config)):
+        report = check_apart(config)
+    if report.problems:
+        raise ConfigError(report.problems)
+    for warning in report.warnings:
+        print(f"warning: {warning}", flush=True)
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
@@ -192,7 +188,8 @@ class Launch:
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
         url = self._config.redis.url
-        self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
+        building = "building the model and " if self._config.model.path is None else ""
+        self._enter(building + ("starting Redis" if url is None else f"waiting for Redis at {url}"))
         self._start_redis()
         initial_model(self._config)
         self._wait_for_redis()
@@ -201,7 +198,13 @@ class Launch:
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
             options = ["--undo-steps"] if name == "learner" and undo_steps else []
-            self._supervisor.start(name, python(module, self._folder.config, *options), environment, grace_s=grace_s)
+            self._supervisor.start(
+                name,
+                python(module, self._folder.config, *options),
+                environment,
+                withheld=withheld_from(name, self._config),
+                grace_s=grace_s,
+            )
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
@@ -221,7 +224,9 @@ class Launch:
         from slipstream.tools.launch.redis import redis_command
 
         if self._config.redis.url is None:
-            self._supervisor.start("redis", redis_command(self._config.redis, self._config.paths.redis))
+            server = redis_command(self._config.redis, self._config.paths.redis)
+            # It has the password in a file.
+            self._supervisor.start("redis", server, withheld=withheld_from("redis", self._config))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def one_rank(values: Tensor) -> Tensor:
-    """Sum over all ranks where there is one."""
-    return values
+    """Sum over all ranks where there is one; a new tensor."""
+    return values.clone()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AdvantageInputs:
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (`optimal_token_baseline`)."""
     total: Callable[[Tensor], Tensor] = one_rank
-    """Sums a tensor over all ranks; a collective, which all ranks must call equally often."""
+    """Sum of a tensor over all ranks, as a new tensor; a collective, which all ranks must call equally often."""
 
     @property
     def reward_B(self) -> Tensor:

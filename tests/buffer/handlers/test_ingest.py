@@ -28,6 +28,9 @@ class FakeLedger:
         self.deliveries.append([group.id for group in groups])
         return ["ready"] * len(groups)
 
+    async def places(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(ids, (0, 0))
+
     async def record_failure(self, ticket_id: str, *, reason: str, patience: int) -> str:
         return "void"
 
@@ -46,6 +49,9 @@ class Harness:
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
         self._settings = IngestSettings.from_config(config)
 
+    def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
+        return position
+
     def ticket_returned(self, peer: bytes, *, delivered: int) -> None:
         self.returned.append((peer, delivered))
 
@@ -56,7 +62,10 @@ class Harness:
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
         await self.ingest.take(
-            peer, [inspect(group_id, frame, self._settings) for group_id, frame in frames.items()], vocab_size=32
+            peer,
+            [inspect(group_id, frame, self._settings) for group_id, frame in frames.items()],
+            vocab_size=32,
+            train_tasks=10,
         )
 
 

@@ -298,12 +298,17 @@ async def test_filtered_group_is_counted(make_config: MakeConfig) -> None:
         assert await service.ledger.verify() == []
 
 
-async def test_unfinished_answers_are_counted(server: Peer, service: BufferService) -> None:
-    await server.join(credits=1)
-    (ticket,) = await server.tickets()
-    assert await server.deliver(msgspec.structs.replace(answered(ticket), missing=3)) == {ticket.id: "ready"}
-    assert (await service.ledger.counts()).answers_dropped == {"unfinished": 3}
-    assert await service.ledger.length_bias(["unfinished"]) == {}
+async def test_unfinished_answers_are_counted(config: RunConfig) -> None:
+    rollout = config.rollout.model_copy(update={"group_size": 5, "min_episodes": 2})
+    config = config.model_copy(update={"rollout": rollout})
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        group = answered(ticket)
+        group = msgspec.structs.replace(group, trajectories=group.trajectories[:2], missing=3)
+        assert await server.deliver(group) == {ticket.id: "ready"}
+        assert (await service.ledger.counts()).answers_dropped == {"unfinished": 3}
+        assert await service.ledger.length_bias(["unfinished"]) == {}
 
 
 async def test_filtration_stores_drawn_answers(make_config: MakeConfig) -> None:

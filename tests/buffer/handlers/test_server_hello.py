@@ -1,5 +1,6 @@
 """Hello of rollout servers: run, environment and settings must match."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import structlog
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig, agreement
-from tests.buffer.peers import OTHER_DTYPE, Peer, connected
+from slipstream.configs.runtime.errors import RefusedError
+from slipstream.configs.runtime.hardware import Dtype
+from tests.buffer.peers import Peer, connected, learner, serving
 
 
 async def test_welcome_has_latest_version(server: Peer, service: BufferService) -> None:
@@ -62,10 +65,15 @@ async def test_restarted_server_must_match_identity(server: Peer, config: RunCon
         ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong"),
         ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0'"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
-        ({"model": {"dtype": OTHER_DTYPE}}, "model.dtype"),
         ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters"),
         ({"eval": {"reward": "digit_match"}}, "eval.reward"),
+        ({"rewards": [{"name": "exact_match", "function": "math"}]}, "rewards: exact_match is 'function math"),
+        ({"rewards": [{"name": "exact_match", "options": {"most": 3}}]}, "rewards: exact_match"),
+        ({"rollout": {"episode": {"turns": 3}}}, "rollout.episode.turns"),
+        ({"rollout": {"engine": {"max_model_len": 2048}}}, "rollout.engine.max_model_len"),
+        ({"rollout": {"min_episodes": 1}, "learner": {"advantage": "reinforce_plus_plus"}}, "rollout.min_episodes"),
+        ({"env": {"tools": [{"name": "calculator"}]}}, "env.tools"),
     ],
 )
 async def test_server_with_other_settings_is_refused(
@@ -89,3 +97,74 @@ async def test_repeated_hellos_are_logged_once(server: Peer) -> None:
         await server.hello(train_tasks=0, incarnation="i2")
         await server.receive(m.Refused)
     assert [line["event"] for line in logs] == ["server refused", "learner joined", "server refused"]
+
+
+def resolved(config: RunConfig, dtype: Dtype) -> dict[str, str]:
+    """Settings of a rollout server on a host where `model.dtype: auto` comes to this."""
+    return agreement.server_settings(config) | {agreement.PRECISION: dtype}
+
+
+def explicit(config: RunConfig, dtype: Dtype) -> RunConfig:
+    """The configuration with this `model.dtype`, such as that of a learner on another host."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+@pytest.mark.parametrize(("first", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+async def test_first_server_fixes_precision(server: Peer, config: RunConfig, first: Dtype, other: Dtype) -> None:
+    """The buffer's host has no say: `auto` is resolved where the model is."""
+    await server.hello(settings=resolved(config, first))
+    await server.receive(m.Welcome)
+    async with connected(config, "r1") as second, learner(explicit(config, other)) as client:
+        await second.hello(settings=resolved(config, other))
+        reason = (await second.receive(m.Refused)).reason
+        assert [part for part in ("model.dtype", first, other, "r0", "auto") if part not in reason] == []
+        with pytest.raises(RefusedError, match=f"model.dtype is '{other}', but '{first}'"):
+            await asyncio.to_thread(client.hello, 0)
+        await second.hello(settings=resolved(config, first))
+        await second.receive(m.Welcome)
+
+
+async def test_precision_is_free_once_all_servers_left(server: Peer, config: RunConfig) -> None:
+    await server.hello(settings=resolved(config, "float32"))
+    await server.receive(m.Welcome)
+    await server.send(m.ServerGoodbye(incarnation="i1"))
+    await server.hello(settings=resolved(config, "bfloat16"), incarnation="i2")
+    await server.receive(m.Welcome)
+    await server.hello(settings=resolved(config, "float32"), incarnation="i3")  # it restarts with another one
+    await server.receive(m.Welcome)
+
+
+async def test_restarted_buffer_forgets_precision(config: RunConfig) -> None:
+    for dtype in ("float32", "bfloat16"):
+        async with serving(config), connected(config) as server:
+            await server.hello(settings=resolved(config, dtype), incarnation=dtype)
+            await server.receive(m.Welcome)
+
+
+async def test_learner_fixes_precision_until_it_is_replaced(server: Peer, config: RunConfig) -> None:
+    async with learner(explicit(config, "float32")) as first, learner(explicit(config, "bfloat16")) as next_one:
+        await asyncio.to_thread(first.hello, 0)
+        await server.hello(settings=resolved(config, "bfloat16"))
+        assert "with the learner" in (await server.receive(m.Refused)).reason
+        await asyncio.to_thread(next_one.hello, 0)
+        await server.hello(settings=resolved(config, "bfloat16"))
+        await server.receive(m.Welcome)
+        await asyncio.to_thread(next_one.finish)
+        await server.hello(settings=resolved(config, "float32"), incarnation="i2")
+        await server.receive(m.Welcome)
+
+
+async def test_explicit_precision_of_the_buffer_is_compared(config: RunConfig) -> None:
+    async with serving(explicit(config, "float32")), connected(config) as server:
+        await server.hello(settings=resolved(config, "bfloat16"))
+        assert "with the buffer" in (await server.receive(m.Refused)).reason
+
+
+async def test_servers_with_other_code_of_a_plugin_are_refused(server: Peer, config: RunConfig) -> None:
+    await server.hello(settings={"code of my_rewards": "a1"})
+    await server.receive(m.Welcome)
+    async with connected(config, "r1") as other:
+        await other.hello(settings={"code of my_rewards": "a2"})
+        assert "code of my_rewards" in (await other.receive(m.Refused)).reason
+        await other.hello(settings={"code of my_envs": "a2"})
+        await other.receive(m.Welcome)

@@ -213,7 +213,8 @@ def changed(**fields: Any) -> Change:
         (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span"),
         (changed(reward=float("nan")), "reward"),
         (changed(reward=float("-inf")), "reward"),
-        (changed(reward=1.1e15), "reward"),
+        (changed(reward=1.1e8), "reward"),
+        (changed(scores={"unweighted": float("inf")}), "unweighted"),
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
         (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"),
         (changed(episode=0), "scores"),
@@ -224,6 +225,12 @@ def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
     good = train_group("17")
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
     with pytest.raises(FrameError, match=f"group 17, trajectory 1: .*{reason}"):
+        decode_group(encode(bad))
+
+
+def test_more_lost_than_missing_episodes_are_named() -> None:
+    bad = msgspec.structs.replace(train_group("17"), missing=1, lost={"reward_error": [1, 2]})
+    with pytest.raises(FrameError, match=r"group 17: 2 .* 1 missing"):
         decode_group(encode(bad))
 
 
@@ -270,7 +277,7 @@ def test_largest_reward_is_accepted(reward: float) -> None:
     assert decode_group(encode(group)) == group
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1.1e15])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1.1e8])
 def test_baseline_out_of_range_is_named(reward: float) -> None:
     bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
     with pytest.raises(FrameError, match="group 17: greedy_reward"):

@@ -43,8 +43,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 )
 def test_auto_follows_the_machine(machine: Machine, devices: tuple[str, ...], flags: str, expected: str) -> None:
     machine(devices, flags)
-    assert ModelConfig(build="text").dtype == expected
-    assert ModelConfig.model_validate({"build": "text", "dtype": "auto"}).dtype == expected
+    assert ModelConfig(build="text").dtype_here == expected
 
 
 def test_hidden_gpu_does_not_count(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +54,4 @@ def test_hidden_gpu_does_not_count(machine: Machine, monkeypatch: pytest.MonkeyP
 
 def test_chosen_dtype_stays() -> None:
     for dtype in ("float32", "bfloat16"):
-        assert ModelConfig.model_validate({"build": "text", "dtype": dtype}).dtype == dtype
+        assert ModelConfig.model_validate({"build": "text", "dtype": dtype}).dtype_here == dtype

@@ -4,12 +4,14 @@ import asyncio
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.adapters.textarena import Textarena
 from slipstream.env.base import Action
+from tests.tools.run_command import slipstream
 
 ALONE = (
     "2048-v0", "Bandit-v0", "Blackjack-v0", "Countdown-v0", "Cryptarithm-v0", "FifteenPuzzle-v0", "FrozenLake-v0",
@@ -70,3 +72,11 @@ def test_random_players_reach_the_end_of_a_game(game: str) -> None:
 def test_game_that_needs_a_service_or_data_is_refused(game: str) -> None:
     with pytest.raises(ConfigError, match=game):
         Textarena(game)
+
+
+def test_missing_data_is_one_line_with_its_remedy(tmp_path: Path) -> None:
+    # A process of its own: nltk keeps the stderr of its import.
+    done = slipstream("try", "textarena", "env.options={game: Hangman-v0}", "--keyboard", folder=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in ("Hangman-v0", "nltk.downloader words"))
+    assert (done.returncode, done.stdout) == (2, "")

@@ -1,8 +1,14 @@
-"""An MCP server: `mcp_server.py [PORT]`, over stdio without a port."""
+"""An MCP server: `mcp_server.py [PORT]`, over stdio without a port.
+
+With FOLDER in its environment it makes a file with its process id there, and starts once there is a file `open`.
+"""
 
 import asyncio
 import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -52,7 +58,21 @@ def end() -> None:
     os._exit(3)
 
 
+@server.tool()
+def leave_child() -> int:
+    """Id of a process in a session of its own, which does not end by itself."""
+    return subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True).pid
+
+
+def wait_for_start(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    while not (folder / "open").exists():
+        time.sleep(0.01)
+
+
 if __name__ == "__main__":
+    if "FOLDER" in os.environ:
+        wait_for_start(Path(os.environ["FOLDER"]))
     sys.stderr.write(f"to stderr {os.environ.get('MARK', '')}\n")
     if len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ pytest.importorskip("mcp")
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = [sys.executable, str(SERVER)]
 DEADLINE_S = 60.0
-NAMES = ["add", "count", "process", "wait", "complain", "fail", "end"]
+NAMES = ["add", "count", "process", "wait", "complain", "fail", "end", "leave_child"]
 
 
 @pytest.fixture
@@ -89,9 +90,17 @@ async def call(box: Mcp, name: str, **arguments: Any) -> str:
         return await asyncio.wait_for(tools[name].call(arguments), DEADLINE_S)
 
 
+def runs(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def wait_until_gone(process: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while Path(f"/proc/{process}").exists() and "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text():
+        while runs(process):
             await asyncio.sleep(0.01)
 
 
@@ -158,6 +167,95 @@ async def test_dead_server_is_restarted(
     after, _ = json.loads(f"[{(await call(box, 'process')).replace(chr(10), ',')}]")
     assert after != before
     await wait_until_gone(before)
+
+
+@dataclass
+class Gate:
+    """A folder without whose file `open` servers do not start; they leave files with their process ids there."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        (self.folder / "open").touch()
+        self.options: dict[str, Any] = {"environment": {"FOLDER": str(self.folder)}}
+
+    def close(self) -> None:
+        (self.folder / "open").unlink()
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+    @property
+    def processes(self) -> list[int]:
+        return [int(file.name) for file in self.folder.iterdir() if file.name != "open"]
+
+    async def wait_for(self, count: int) -> list[int]:
+        """Once so many servers were started altogether, those of them that run."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.processes) < count:
+                await asyncio.sleep(0.01)
+        return [process for process in self.processes if runs(process)]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+async def test_calls_share_a_restart_that_outlasts_their_deadlines(make: Callable[..., Mcp], gate: Gate) -> None:
+    box = make(**gate.options)
+    (first,) = gate.processes
+    gate.close()
+    os.kill(first, signal.SIGKILL)
+    for _ in range(3):
+        calls = [asyncio.wait_for(box.tools[0].call({"a": 1, "b": 2}), 0.2) for _ in range(2)]
+        assert {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)} == {TimeoutError}
+    (second,) = await gate.wait_for(2)
+    waiting = [asyncio.create_task(call(box, "add", a=2, b=number)) for number in range(3)]
+    gate.open()
+    assert await asyncio.gather(*waiting) == ["2", "3", "4"]
+    assert (await call(box, "process")).split()[0] == str(second)
+    assert set(gate.processes) == {first, second}
+
+
+async def test_restarts_back_off(make: Callable[..., Mcp], gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_mcp, "RETRY_S", 600.0)
+    box = make(**gate.options)
+    gate.close()
+    os.kill(gate.processes[0], signal.SIGKILL)
+    box.start_deadline_s = 0.5
+    for _ in range(3):
+        with pytest.raises(ToolUnavailable, match=r"0\.5 s"):
+            await call(box, "add", a=1, b=2)
+    assert len(gate.processes) <= 2, "on a busy machine the second may be ended before it runs"
+    assert not any(map(runs, gate.processes))
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+async def test_server_whose_start_is_interrupted_ends(make: Callable[..., Mcp], gate: Gate, servers: int) -> None:
+    """By its tool's end; if it is an episode's own, by the episode's end too."""
+    box = make(**gate.options, servers=servers)
+    gate.close()
+    if not servers:
+        os.kill(gate.processes[0], signal.SIGKILL)
+    for count in (2, 3) if servers else (2,):
+        starting = asyncio.create_task(call(box, "add", a=1, b=2))
+        (process,) = await gate.wait_for(count)
+        if count == 2 and servers:
+            starting.cancel()
+        else:
+            await asyncio.to_thread(box.close)
+        await wait_until_gone(process)
+        with pytest.raises((ToolUnavailable, asyncio.CancelledError)):
+            await asyncio.wait_for(starting, DEADLINE_S)
+
+
+async def test_child_of_a_server_ends_with_it(make: Callable[..., Mcp]) -> None:
+    box = make()
+    child = int(await call(box, "leave_child"))
+    assert runs(child)
+    await asyncio.to_thread(box.close)
+    await wait_until_gone(child)
 
 
 async def test_call_that_ends_its_server_is_an_observation(make: Callable[..., Mcp]) -> None:

@@ -68,7 +68,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
 
     def state(step: int) -> m.State:
         server = m.ServerStatus(server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step)
-        counts = m.LedgerCounts(reasons={"filtered:length": 1})
+        counts = m.LedgerCounts(reasons={"filtered:length": 1}, answers_dropped={"reward_timeout": 1})
         return m.State(
             request=0, version=0, counts=counts, servers=[server], evals=[], length_bias={"trained": 0.1},
             tasks={"solved": 1},

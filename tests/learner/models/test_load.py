@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,11 @@ def test_disabled_dropout_is_logged_and_kept_in_export(
     export_model(run.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
     exported = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
     assert exported["attention_dropout"] == DROPOUT
+
+
+def test_flash_attention_in_float32_is_refused(world: World, make_config: MakeConfig) -> None:
+    config = make_config()
+    options = replace(options_of(config), attention="flash_attention_2")
+    assert config.model.path is not None
+    with pytest.raises(ConfigError, match=r"learner\.attention=flash_attention_2 .* model\.dtype=bfloat16"):
+        load_model(config.model.path, options, world)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers import (
 )
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.models.load import ModelOptions, load_model
+from slipstream.configs.schema.run import LoraConfig
+from slipstream.learner.models.load import ModelOptions, check_model, load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.contract.experts import MODELS as EXPERTS
@@ -71,6 +73,9 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 
 
+OPTIONS = ModelOptions(dtype=torch.float32, attention="segments")
+
+
 def load(folder: Path, world: World, dtype: torch.dtype = torch.float32) -> Any:
     return load_model(folder, ModelOptions(dtype=dtype, attention="segments"), world)
 
@@ -79,6 +84,7 @@ def load(folder: Path, world: World, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_equals_that_of_transformers(kind: str, dtype: torch.dtype, world: World, tmp_path: Path) -> None:
     KINDS[kind](tmp_path)
+    check_model(tmp_path, OPTIONS)
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     model = load(tmp_path, world, dtype)
     weights, buffers = dict(full_weights(model)), dict(model.named_buffers())
@@ -104,6 +110,18 @@ def widen(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 48}))
 
 
+def cut(folder: Path) -> None:
+    """Cuts the file off, as a download that was interrupted."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_part(folder: Path) -> None:
+    """Removes the second part of the weights."""
+    (part,) = folder.glob("model-00002-*.safetensors")
+    part.unlink()
+
+
 def quantize(folder: Path) -> None:
     """Describes the weights as quantized."""
     file = folder / "config.json"
@@ -117,15 +135,24 @@ def quantize(folder: Path) -> None:
         (widen, r"mlp\.\S+ .*\[32, 32\].*48"),
         (quantize, "quantized"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "SafetensorError"),
+        (cut, r"model\.safetensors is damaged"),
+        (lose_part, r"00002-of-\d+\.safetensors is missing"),
     ],
-    ids=["tensor-missing", "other-shape", "quantized", "no-file", "torn-file"],
+    ids=["tensor-missing", "other-shape", "quantized", "no-file", "cut-file", "no-part"],
 )
 def test_files_that_do_not_fit_are_refused(
     damage: Callable[[Path], None], problem: str, world: World, tmp_path: Path
 ) -> None:
-    write_dense(tmp_path)
+    write_dense(tmp_path, max_shard_size="20KB" if damage is lose_part else "1GB")
     damage(tmp_path)
-    with pytest.raises(ConfigError, match=problem) as refusal:
-        load(tmp_path, world)
-    assert str(tmp_path) in str(refusal.value)
+    for attempt in (lambda: load(tmp_path, world), lambda: check_model(tmp_path, OPTIONS)):
+        with pytest.raises(ConfigError, match=problem) as refusal:
+            attempt()
+        assert str(tmp_path) in str(refusal.value)
+
+
+def test_targets_of_adapters_are_compared_with_the_layers(tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    check_model(tmp_path, replace(OPTIONS, lora=LoraConfig(targets=("q_proj",))))
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets.* c_attn.*q_proj"):
+        check_model(tmp_path, replace(OPTIONS, lora=LoraConfig(targets=("c_attn", "q_proj"))))

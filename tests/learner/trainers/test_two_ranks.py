@@ -195,6 +195,12 @@ def test_ranks_exchange_values_of_different_sizes(two_ranks: TwoRanks) -> None:
     assert two_ranks.results("exchanged") == [[values, values[0], 1]] * 2
 
 
+def test_total_of_advantages_keeps_its_argument(two_ranks: TwoRanks) -> None:
+    own, summed = zip(*two_ranks.results("advantage's sums"), strict=True)
+    assert own == ([1, 1, 0, 0], [1, 1, 1, 1])
+    assert summed == ([2, 2, 1, 1],) * 2
+
+
 @pytest.mark.parametrize("case", ["signal", "away"])
 def test_stop_signal_of_one_rank_stops_both(two_ranks: TwoRanks, case: str) -> None:
     assert two_ranks.results(case) == [128 + signal.SIGTERM] * 2

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from unittest.mock import create_autospec, patch
 
 import torch
+from torch import Tensor
 
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
@@ -23,6 +24,7 @@ from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.configs.schema.run import LoraConfig
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.checkpoint import (
     TrainState,
     load_checkpoint,
@@ -31,6 +33,7 @@ from slipstream.learner.checkpoint import (
 )
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
+from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.export import export_model
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
@@ -42,7 +45,7 @@ from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import build_trainer, prober_of, recorded_step, train
+from tests.learner.recorded import build_trainer, preparer_of, prober_of, recorded_step, train
 from tests.vision import gradient_norms
 
 STEPS = 3
@@ -167,6 +170,23 @@ def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
     )
 
 
+def sums_of_advantage(folder: Path, config: RunConfig, world: World) -> list[list[float]]:
+    """An argument of `AdvantageInputs.total`, as it is after the call, and the sum."""
+    found: list[list[float]] = []
+
+    def advantage(inputs: AdvantageInputs) -> Tensor:
+        own = torch.tensor([[1.0, world.rank]]).expand(2, 2).T  # not contiguous, which NCCL refuses
+        summed = inputs.total(own)
+        found.extend((own.flatten().tolist(), summed.flatten().tolist()))
+        return torch.zeros_like(inputs.mask_BT)
+
+    data = recorded_step(folder / "groups", 0, config, rank=world.rank, world_size=world.size)
+    prepare = preparer_of(build_trainer(config, world), advantage)
+    without_passes: list[list[MicroBatch]] = [[] for _ in data.updates]
+    prepare(data.rows, without_passes, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0)
+    return found
+
+
 def exit_code_after_signal_to_rank_1(folder: Path, config: RunConfig, world: World) -> object:
     """The exit code when only rank 1 receives a stop signal, in the first step."""
     loop = lone_loop(folder, config, world)
@@ -242,6 +262,7 @@ def main(folder: Path) -> None:
     save_checkpoint(folder / "lora", adapted.trained, TrainState(step=1), world, keep=1)
     export_model(config.model.path, folder / "adapter", adapted.model, world, dtype=torch.float32, adapter=True)
     results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
+    results["advantage's sums"] = sums_of_advantage(folder, config, world)
     results["balanced"] = train(build_trainer(config, world), folder / "groups", range(STEPS), SequenceCost(even_at=8))
     results["vision"] = gradient_norms(folder / "vision", world)
     (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
-from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable, Score, group_reward
+from slipstream.rewards.base import Episode, Failure, RewardUnavailable, Score, group_reward
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions import by_source
 from slipstream.rewards.registry import BUILT_IN, find_reward
@@ -72,11 +73,18 @@ REWARDS = {
 
 async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **options: Any) -> list[EpisodeReward]:
     term = RewardConfig(name="by_source", weight=2, options={"rewards": REWARDS, "key": key} | options)
-    scorer = Scorer([term], ScoringConfig(workers=workers))
-    try:
-        return await scorer.score([episode(answer, "12", {key: source}) for answer in ("12", "13")])
-    finally:
-        scorer.close()
+    scorer = Scorer([term], ScoringConfig(workers=workers), retry_s=())
+    with closing(scorer):
+        found = await scorer.score([episode(answer, "12", {key: source}) for answer in ("12", "13")])
+    assert not any(isinstance(each, Failure) for each in found)
+    return [each for each in found if isinstance(each, EpisodeReward)]
+
+
+async def failed(source: Any, **options: Any) -> list[Failure | EpisodeReward]:
+    """The results of three answers, the second of which is `hang`."""
+    term = RewardConfig(name="by_source", options=options)
+    with closing(Scorer([term], ScoringConfig(workers=0, deadline_s=2.0), retry_s=())) as scorer:
+        return await scorer.score([episode(answer, "12", {"data_source": source}) for answer in ("12", "hang", "12")])
 
 
 @pytest.mark.parametrize(
@@ -95,26 +103,20 @@ async def test_reward_of_the_source_scores(source: str, label: str, scores: list
     assert [each.scores for each in found] == [{"by_source": score, f"by_source/{label}": score} for score in scores]
 
 
-async def test_hanging_reward_costs_its_own_group() -> None:
-    rewards = {"hangs": f"{HERE}:hangs", "match": "exact_match"}
-    term = RewardConfig(name="by_source", options={"rewards": rewards})
-    scorer = Scorer([term], ScoringConfig(workers=0, deadline_s=2.0))
+def outcomes(found: Sequence[Failure | EpisodeReward]) -> list[str | float]:
+    return [each.reason if isinstance(each, Failure) else each.reward for each in found]
+
+
+async def test_hanging_reward_costs_its_episode() -> None:
+    rewards = {"hangs": f"{HERE}:hangs"}
     try:
-        late = asyncio.create_task(scorer.score([episode("hang", "12", {"data_source": "hangs"})]))
-        (other,) = await scorer.score([episode("12", "12", {"data_source": "match"})])
-        with pytest.raises(RewardFailed) as failed:
-            await late
-        (later,) = await scorer.score([episode("12", "12", {"data_source": "hangs"})])
+        assert outcomes(await failed("hangs", rewards=rewards)) == [1.0, "reward_timeout", 1.0]
     finally:
         RELEASED.set()
-        scorer.close()
-    assert (failed.value.reason, other.reward, later.reward) == ("reward_timeout", 1.0, 1.0)
 
 
 async def test_unavailable_reward_keeps_its_reason() -> None:
-    with pytest.raises(RewardFailed, match="no judge") as failed:
-        await scored("lacks", rewards={"lacks": f"{HERE}:lacks"})
-    assert failed.value.reason == "reward_unavailable"
+    assert outcomes(await failed("lacks", rewards={"lacks": f"{HERE}:lacks"})) == ["reward_unavailable"] * 3
 
 
 async def test_rewards_are_closed() -> None:
@@ -147,8 +149,8 @@ async def test_known_source_of_math_is_scored_by_math() -> None:
     scorer = Scorer([RewardConfig(name="by_source")], ScoringConfig(workers=0))
     answers, info = (r"so \boxed{1{,}200}", "I think 7"), {"data_source": "openai/gsm8k"}
     found = await scorer.score([episode(answer, "20 * 60 = 1200\n#### 1,200", info) for answer in answers])
-    assert [each.reward for each in found] == [1.0, 0.0]
-    assert [each.scores["by_source/parsed"] for each in found] == [1.0, 1.0]
+    assert outcomes(found) == [1.0, 0.0]
+    assert [each.scores["by_source/parsed"] for each in found if isinstance(each, EpisodeReward)] == [1.0, 1.0]
 
 
 def test_rewards_of_known_sources_are_built_in() -> None:
@@ -157,9 +159,7 @@ def test_rewards_of_known_sources_are_built_in() -> None:
 
 @pytest.mark.parametrize("source", ["unknown", None, 3])
 async def test_unknown_source_fails_unless_there_is_a_default(source: Any) -> None:
-    with pytest.raises(RewardFailed, match="data_source=") as failed:
-        await scored(source)
-    assert failed.value.reason == "reward_error"
+    assert outcomes(await failed(source)) == ["reward_error"] * 3
     assert [each.scores["by_source/default"] for each in await scored(source, default="digit_match")] == [1.0, 0.5]
 
 

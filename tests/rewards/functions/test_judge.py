@@ -1,7 +1,7 @@
 """A judge behind a real HTTP server: ratings, retries, limits, the cache, and failures that are no scores."""
 
 import asyncio
-import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import RewardFailed, RewardUnavailable, Score
+from slipstream.rewards.base import Failure, RewardUnavailable, Score
 from slipstream.rewards.functions.judge import Judge, Ratings
 from slipstream.rewards.registry import find_reward
 from slipstream.rewards.runners.pool import PoolRunner
@@ -166,12 +167,39 @@ async def test_a_rating_is_asked_for_once(tmp_path: Path, in_a_file: bool) -> No
     assert len(endpoint.requests) == (2 if in_a_file else 3)
 
 
-def test_ratings_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ratings_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ratings, "_IN_MEMORY", 2)
     ratings = Ratings(None)
     for number in range(3):
-        ratings.put(str(number), number)
-    assert [ratings.get(str(number)) for number in range(3)] == [None, 1.0, 2.0]
+        await ratings.put(str(number), number)
+    assert [await ratings.get(str(number)) for number in range(3)] == [None, 1.0, 2.0]
+
+
+async def test_locked_cache_is_a_miss_and_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ratings, "_BUSY_S", 0.5)
+    with judging(Endpoint(completion("Score: 5")), cache=tmp_path / "ratings") as judge, closing(judge._ratings):
+        with closing(sqlite3.connect(tmp_path / "ratings", isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            scoring, ticks = asyncio.create_task(judge(episode("5"))), 0
+            while not scoring.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert scoring.result().value == 0.5
+            assert ticks > 10, "the event loop ran while the file was locked"
+        await judge.endpoint.close()
+
+
+async def test_damaged_cache_is_a_miss(tmp_path: Path) -> None:
+    endpoint = Endpoint(completion("Score: 5"))
+    with judging(endpoint, cache=tmp_path / "ratings") as judge, closing(judge._ratings):
+        with closing(sqlite3.connect(tmp_path / "ratings")) as other:
+            other.execute("DROP TABLE ratings")
+        with structlog.testing.capture_logs() as logs:
+            for answer in ("5", "6", "5"):
+                assert (await judge(episode(answer))).value == 0.5
+        await judge.endpoint.close()
+    assert len(endpoint.requests) == 2
+    assert [(each["log_level"], each["cache"]) for each in logs] == [("warning", str(tmp_path / "ratings"))]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +224,8 @@ async def test_failing_judge_costs_its_group_in_a_worker() -> None:
     with serving(endpoint) as url:
         term = RewardConfig(name="style", function="judge", options={"url": f"{url}/v1", "model": "m"})
         with closing(PoolRunner([term], workers=1, deadline_s=PATIENCE_S)) as runner:
-            with pytest.raises(RewardFailed, match="401") as failed:
-                await runner.score(["style"], [episode("5")])
-            assert failed.value.reason == "reward_unavailable"
-            assert json.dumps((await runner.score(["style"], [episode("5")]))["style"][0].value) == "0.5"
+            calls = runner.rewards["style"].calls(1)
+            ((failed,),) = await runner.score(calls, [episode("5")])
+            assert isinstance(failed, Failure)
+            assert (failed.reason, "401" in failed.detail) == ("reward_unavailable", True)
+            assert await runner.score(calls, [episode("5")]) == [[Score(0.5, {"rating": 5.0}, [])]]

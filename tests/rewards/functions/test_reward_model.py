@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable
+from slipstream.rewards.base import Episode, Failure, Result, RewardUnavailable, Score
 from slipstream.rewards.functions.reward_model import RewardModel
 from slipstream.rewards.registry import find_reward
 from slipstream.rewards.runners.pool import PoolRunner
@@ -104,23 +104,28 @@ async def test_activation_gives_a_share(folder: Path) -> None:
         await reward.endpoint.close()
 
 
+def values(group: list[list[Result]]) -> list[float]:
+    return [result.value for (result,) in group if isinstance(result, Score)]
+
+
 async def test_all_workers_share_a_process_that_starts_again(folder: Path) -> None:
     term = RewardConfig(name="quality", function="reward_model", options={"path": str(folder), "batch": 2})
     with closing(PoolRunner([term], workers=2, deadline_s=PATIENCE_S)) as runner:
         async with asyncio.timeout(2 * PATIENCE_S):
             subjects = [episode(answer) for answer in ANSWERS]
             wanted = pytest.approx([expected(folder, f"2+3={answer}")[0] for answer in ANSWERS], abs=1e-5)
-            groups = await asyncio.gather(*(runner.score(["quality"], subjects) for _ in range(2)))
-            assert all([score.value for score in group["quality"]] == wanted for group in groups)
+            calls = runner.rewards["quality"].calls(len(subjects))
+            groups = await asyncio.gather(*(runner.score(calls, subjects) for _ in range(2)))
+            assert all(values(group) == wanted for group in groups)
             (process,) = models()
             os.kill(process.pid, signal.SIGKILL)
             while True:  # requests at the moment of its end fail, later ones wait for the next process
-                try:
-                    group = await runner.score(["quality"], subjects)
+                group = await runner.score(calls, subjects)
+                failures = [result for (result,) in group if isinstance(result, Failure)]
+                if not failures:
                     break
-                except RewardFailed as failed:
-                    assert failed.reason == "reward_unavailable"
-            assert [score.value for score in group["quality"]] == wanted
+                assert {failed.reason for failed in failures} == {"reward_unavailable"}
+            assert values(group) == wanted
             assert models() != [process]
     assert models() == []
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.base import Failure, Result
 from slipstream.rewards.runners.base import InlineRunner, Runner
 from slipstream.rewards.runners.pool import PoolRunner
 from tests.rewards.episodes import NOTHING, episode
@@ -35,14 +35,15 @@ from tests.rewards.episodes import episode
 async def main():
     reward = "reward_plugins:starts_others_and_hangs"
     with closing(PoolRunner([RewardConfig(name=reward)], workers=1, deadline_s=600)) as runner:
-        await runner.score([reward], [episode(sys.argv[1])])
+        await runner.score(runner.rewards[reward].calls(1), [episode(sys.argv[1])])
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
 with suppress(KeyboardInterrupt):
     asyncio.run(main())
 """
 """A process whose reward hangs, until it is killed."""
-Scores = dict[str, list[float]]
+Scores = dict[str, list[float | str]]
+"""By reward, the value of each answer; the reason of a failure."""
 Score = Callable[..., Coroutine[Any, Any, Scores]]
 ERRORS = {
     "raises_a_timeout": "TimeoutError: the judge did not answer",
@@ -64,11 +65,11 @@ def _plugins() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["inline", "worker"])
-def scoring(request: pytest.FixtureRequest, _plugins: None) -> Iterator[Callable[..., Score]]:
-    """Scores with these rewards of many, which one worker has loaded for all tests, or this process."""
+def runner(request: pytest.FixtureRequest, _plugins: None) -> Iterator[Runner]:
+    """Many rewards, which one worker has loaded for all tests, or this process."""
     rewards = [plugin(name) for name in ("exact_match", "difference", "judged", "rank", *ERRORS)]
-    with closing(build(rewards, workers=request.param)) as runner:
-        yield lambda *names: partial(scored, runner, [plugin(name) for name in names])
+    with closing(build(rewards, workers=request.param)) as built:
+        yield built
 
 
 @contextmanager
@@ -90,17 +91,31 @@ def plugin(name: str) -> str:
     return name if name.endswith("_match") else f"reward_plugins:{name}"
 
 
-async def scored(runner: Runner, names: Sequence[str], *answers: str, info: Mapping[str, Any] = NOTHING) -> Scores:
-    """By reward, the value of each answer."""
+async def results(
+    runner: Runner, names: Sequence[str], *answers: str, info: Mapping[str, Any] = NOTHING
+) -> dict[str, list[Result]]:
+    """By reward, the result of each answer."""
+    calls = [call for name in names for call in runner.rewards[name].calls(len(answers))]
     async with asyncio.timeout(PATIENCE_S):
-        scores = await runner.score(names, [episode(answer, info=info) for answer in answers])
-    return {name.removeprefix("reward_plugins:"): [score.value for score in scores[name]] for name in names}
+        found = await runner.score(calls, [episode(answer, info=info) for answer in answers])
+    columns: dict[str, list[Result]] = {name: [] for name in names}
+    for call, column in zip(calls, found, strict=True):
+        columns[call.name] += column
+    return {name.removeprefix("reward_plugins:"): column for name, column in columns.items()}
 
 
-async def failure(score: Score, *answers: str) -> RewardFailed:
-    with pytest.raises(RewardFailed) as caught:
-        await score(*answers)
-    return caught.value
+async def scored(runner: Runner, names: Sequence[str], *answers: str, info: Mapping[str, Any] = NOTHING) -> Scores:
+    found = await results(runner, names, *answers, info=info)
+    return {
+        name: [each.reason if isinstance(each, Failure) else each.value for each in column]
+        for name, column in found.items()
+    }
+
+
+async def failure(runner: Runner, name: str, answer: str = "a") -> Failure:
+    ((failed,),) = (await results(runner, [name], answer)).values()
+    assert isinstance(failed, Failure)
+    return failed
 
 
 def end(processes: list[int]) -> bool:
@@ -127,8 +142,9 @@ def named(file: Path) -> list[int]:
     return [int(process) for process in file.read_text().split()]
 
 
-async def test_every_episode_gets_every_score(scoring: Callable[..., Score]) -> None:
-    scores = await scoring("exact_match", "difference", "rank", "judged")("5", "4", info={"scale": 10})
+async def test_every_episode_gets_every_score(runner: Runner) -> None:
+    names = [plugin(name) for name in ("exact_match", "difference", "rank", "judged")]
+    scores = await scored(runner, names, "5", "4", info={"scale": 10})
     assert scores == {"exact_match": [1.0, 0.0], "difference": [0.0, 10.0], "rank": [1.0, 0.0], "judged": [1.0, 1.0]}
 
 
@@ -149,16 +165,15 @@ async def test_a_plain_reward_in_a_worker_may_run_its_own_loop() -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-async def test_any_error_of_a_reward_fails_its_group(scoring: Callable[..., Score], name: str) -> None:
-    failed = await failure(scoring(name), "a")
+async def test_any_error_of_a_reward_is_a_failure(runner: Runner, name: str) -> None:
+    failed = await failure(runner, plugin(name))
     assert failed.reason == "reward_error"
     assert failed.detail.startswith(f"{plugin(name)}: {ERRORS[name]}")
 
 
-async def test_after_an_error_the_next_group_is_scored(scoring: Callable[..., Score]) -> None:
-    score = scoring("exact_match", "difference")
-    assert (await failure(score, "5", "x")).detail.startswith(f"{plugin('difference')}: ValueError")
-    assert await score("5", "6") == {"exact_match": [1.0, 0.0], "difference": [0.0, 1.0]}
+async def test_error_costs_its_episode(runner: Runner) -> None:
+    scores = await scored(runner, [plugin("exact_match"), plugin("difference")], "5", "x", "6")
+    assert scores == {"exact_match": [1.0, 0.0, 0.0], "difference": [0.0, "reward_error", 1.0]}
 
 
 @pytest.mark.parametrize(
@@ -170,16 +185,26 @@ async def test_after_an_error_the_next_group_is_scored(scoring: Callable[..., Sc
         ("hangs_in_the_loop_if_asked", 0),
     ],
 )
-async def test_a_hanging_reward_is_ended_at_the_deadline(name: str, workers: int) -> None:
-    with pool(name, workers=workers, deadline_s=1.0) as score:
-        assert await score("fine") == {name: [1.0]}  # a worker is up
-        started_at = time.monotonic()
-        failed = await failure(score, "fine", "hang")
-        assert time.monotonic() - started_at < 3.5
-        assert failed.reason == "reward_timeout"
-        assert plugin(name) in failed.detail
-        assert "scoring.deadline_s=1" in failed.detail
-        assert await score("fine") == {name: [1.0]}, "a new worker took over"
+async def test_hanging_call_costs_its_episode(name: str, workers: int) -> None:
+    with pool(name, workers=workers, deadline_s=2.0) as score:
+        assert await score("fine", "hang", "fine") == {name: [1.0, "reward_timeout", 1.0]}
+
+
+async def test_waiting_for_a_worker_is_no_part_of_a_call() -> None:
+    with pool("takes_a_while", workers=1, deadline_s=2.0) as score:
+        groups = await asyncio.gather(*(score("a", "b", "c", "d") for _ in range(3)))  # 2.4 s, four calls each
+    assert groups == [{"takes_a_while": [1.0] * 4}] * 3
+
+
+async def test_calls_without_results_in_time_fail() -> None:
+    with closing(build([plugin("hangs_if_asked"), plugin("judged")], workers=1)) as built:
+        await scored(built, [plugin("hangs_if_asked")], "fine")  # the worker is up
+        calls = [call for reward in built.rewards.values() for call in reward.calls(3)]
+        subjects = [episode(answer) for answer in ("fine", "hang", "fine")]
+        until = asyncio.get_running_loop().time() + 3.0
+        found = [each for column in await built.score(calls, subjects, until=until) for each in column]
+    outcomes = [each.reason if isinstance(each, Failure) else each.value for each in found]
+    assert outcomes == [1.0, "scoring_timeout", "scoring_timeout", 1.0, 1.0, 1.0]
 
 
 async def test_waiting_async_rewards_delay_no_other_group() -> None:
@@ -196,19 +221,16 @@ async def test_waiting_async_rewards_delay_no_other_group() -> None:
 
 @pytest.mark.parametrize(
     ("name", "answer", "reason"),
-    [("blocks_the_loop_if_asked", "block", "reward_timeout"), ("dies_in_the_loop_if_asked", "die", "reward_crash")],
+    [("blocks_the_loop_if_asked", "block", "reward_crash"), ("dies_in_the_loop_if_asked", "die", "reward_crash")],
 )
-async def test_failing_async_worker_is_replaced(name: str, answer: str, reason: str) -> None:
+async def test_failing_async_worker_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, name: str, answer: str, reason: str
+) -> None:
+    monkeypatch.setattr("slipstream.rewards.runners.shared._CANCEL_S", 1.0)
     with pool(name, workers=1, deadline_s=2.0) as score:
         assert await score("fine") == {name: [1.0]}
-        assert (await failure(score, answer)).reason == reason
-        async with asyncio.timeout(PATIENCE_S):
-            while True:  # groups that arrive before the process is killed fail with it
-                try:
-                    assert await score("fine") == {name: [1.0]}
-                    break
-                except RewardFailed as failed:
-                    assert failed.reason in ("reward_timeout", "reward_crash")
+        assert await score(answer) == {name: [reason]}
+        assert await score("fine") == {name: [1.0]}
 
 
 async def test_a_forked_copy_of_a_reward_sends_no_reply() -> None:
@@ -241,13 +263,11 @@ def test_workers_and_their_processes_end_with_the_server(
     assert b"Traceback" not in printed
 
 
-async def test_crashed_worker_fails_its_group_only() -> None:
-    answers = ["fine", "die", "fine", "fine", "die", "fine"]
+async def test_crashed_worker_costs_one_episode() -> None:
     with pool("dies_if_asked", workers=2) as score:
-        results = await asyncio.gather(*map(score, answers), return_exceptions=True)
-    crash = f"reward_crash: {plugin('dies_if_asked')}: the worker process ended with exit code 7"
-    shown = [str(result) if isinstance(result, RewardFailed) else result for result in results]
-    assert shown == [{"dies_if_asked": [1.0]} if answer == "fine" else crash for answer in answers]
+        groups = await asyncio.gather(score("fine", "die", "fine"), score("die"), score("fine"))
+    crash, one = "reward_crash", 1.0
+    assert [group["dies_if_asked"] for group in groups] == [[one, crash, one], [crash], [one]]
 
 
 async def test_a_worker_that_ended_between_groups_is_replaced() -> None:
@@ -263,10 +283,10 @@ async def test_worker_that_can_not_start_fails_its_group_only() -> None:
     with pool("exact_match", workers=1) as score:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            failed = await failure(score, "5")
+            failed = await score("5")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert failed.reason == "reward_crash"
+        assert failed == {"exact_match": ["reward_crash"]}
         assert await score("5") == {"exact_match": [1.0]}
 
 
@@ -285,10 +305,8 @@ async def test_reward_that_fails_to_load_fails_its_group(
     (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(answer, reference, info): return 1.0"]))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("slipstream.rewards.runners.pool.START_S", start_s)
-    with closing(build(["not_for_workers:one"], workers=2)) as runner:
-        scoring = [scored(runner, ["not_for_workers:one"], "a") for _ in range(3)]
-        for result in await asyncio.gather(*scoring, return_exceptions=True):
-            assert isinstance(result, RewardFailed)
+    with closing(build(["not_for_workers:one"], workers=2)) as built:
+        for result in await asyncio.gather(*(failure(built, "not_for_workers:one") for _ in range(3))):
             assert (result.reason, detail in result.detail) == (reason, True)
 
 
@@ -353,17 +371,15 @@ async def test_info_beyond_plain_values_fails_its_group_only(
     with pool("exact_match", workers=1) as score:
         innocent = asyncio.create_task(score("5"))
         info = value if isinstance(value, dict) else {"value": value}
-        with pytest.raises(RewardFailed, match="info") as failed:
-            await score("5", info=info)
-        assert failed.value.reason == "reward_error"
+        assert await score("5", info=info) == {"exact_match": ["reward_error"]}
         assert await innocent == await score("5") == {"exact_match": [1.0]}
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["sends_a_pickle", "sends_other_scores"])
-async def test_invalid_reply_is_not_unpickled_and_fails_its_group(tmp_path: Path, name: str) -> None:
-    with pool(name, workers=1) as score:
-        failed = await failure(score, str(tmp_path / "made"))
+async def test_invalid_reply_is_not_unpickled(tmp_path: Path, name: str) -> None:
+    with closing(build([plugin(name)], workers=1)) as built:
+        failed = await failure(built, plugin(name), str(tmp_path / "made"))
         assert (failed.reason, "reply" in failed.detail) == ("reward_crash", True)
         assert not list(tmp_path.iterdir())
 

@@ -22,9 +22,10 @@ from slipstream.learner.models.scoring import score_actions
 from slipstream.rewards.base import Episode
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.conversation import CUT_MARK, ChatFormat, shorten
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
-from tests.rollout_servers.rollouts.chat import build_chat_model
+from tests.rollout_servers.rollouts.chat import CHATML, build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 
 USER: Message = {"role": "user", "content": "And now?"}
@@ -329,6 +330,35 @@ async def test_wall_clock_ends_an_episode_and_keeps_it(chatml: Path, place: str)
     assert trajectory.scores["env"] == (0.5 if place == "answer" else 0.0)
 
 
+@pytest.mark.parametrize(("template", "history"), [("qwen3", "template"), ("qwen3", "sampled"), ("chatml", "template")])
+async def test_cut_before_first_token_keeps_earlier_answers(tmp_path: Path, template: str, history: str) -> None:
+    """In the first case, the context of the answer that is cut off is a new token sequence."""
+    model = build_chat_model(tmp_path, template)
+    first = chat_answer(Tokenizer(model), "<think>\nhm\n</think>\n\none<|im_end|>")
+    limits: dict[str, Any] = {"episode": {"history": history, "wall_s": 60, "tokens": 300}}
+    env = Chat([Turn([USER], 0.5)])
+    trajectories, seen, engine = await play(model, env, [first, completion([], finish_reason="abort")], **limits)
+    (trajectory,) = trajectories
+    assert codec.token_ids(trajectory).tolist() == [*engine.contexts[0], *first.token_ids]
+    assert sum(trajectory.action_mask) == len(first.token_ids)
+    assert (trajectory.finish_reason, len(seen.turns)) == ("wall", 1)
+    assert (trajectory.reward, [span.value for span in trajectory.rewards]) == (1.5, [1.5])
+
+
+@pytest.mark.parametrize("finish_reason", ["abort", "stop"])
+async def test_episode_without_a_token_is_lost_alone(chatml: Path, finish_reason: str) -> None:
+    one = chat_answer(Tokenizer(chatml), "one<|im_end|>")
+    empty = completion([], finish_reason=finish_reason)
+    engine = Scripted([empty, one, one, empty])
+    config = run_config(chatml, episode={"wall_s": 60}, group_size=3, min_group_size=2)
+    player = build_player(config, chatml, engine, env=Chat([]))
+    trajectories = await player.play("train", 0, samples=3)
+    assert [sum(each.action_mask) for each in trajectories] == [len(one.token_ids)] * 2
+    with pytest.raises(EpisodeFailed) as failed:
+        await player.play("train", 0, samples=1)
+    assert failed.value.reason == "generation_timeout"
+
+
 class Slow(Chat):
     def session(self, task: Task) -> "Script":
         return SlowScript(self)
@@ -362,9 +392,16 @@ def test_template_without_deltas_is_refused(tmp_path: Path, template: str, match
     assert str(tmp_path) in str(error.value)
 
 
-def test_tools_need_a_known_format(chatml: Path) -> None:
+def test_tools_need_a_known_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tool_format"):
-        ChatFormat.of(Tokenizer(chatml), EpisodeConfig()).check(tools=True)
+        broken(tmp_path, "{{ tools }}" + CHATML).check(tools=True)
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_template_that_ignores_tools_is_refused(chatml: Path, tool_format: Any) -> None:
+    with pytest.raises(ConfigError, match="tool_prompt=system") as error:
+        ChatFormat.of(Tokenizer(chatml), EpisodeConfig(tool_format=tool_format)).check(tools=True)
+    assert str(chatml) in str(error.value)
 
 
 def test_messages_that_a_template_refuses_raise(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class OneFails(Dialogue):
 async def test_failing_session_fails_one_episode_of_enough(make_player: Callable[..., Player]) -> None:
     env = OneFails()
     with structlog.testing.capture_logs() as logs:
-        trajectories = await make_player(env, min_group_size=2).play("train", 0, samples=3)
+        trajectories = await make_player(env, min_episodes=2).play("train", 0, samples=3)
     assert [(line["missing"], line["reason"]) for line in logs] == [(1, "env_error")]
     assert [trajectory.reward for trajectory in trajectories] == [1.75] * 2
 

@@ -108,7 +108,7 @@ class MakePlayer:
             env or Prompts(prompts),
             self.tokenizer,
             ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
-            Scorer(made.rewards, made.scoring, evaluated=made.evaluated),
+            Scorer(made.rewards, made.scoring, evaluated=made.evaluated, retry_s=()),
             made.rollout,
             env_name="rows",
             ticket_deadline_s=ticket_deadline_s,
@@ -176,7 +176,7 @@ async def test_evaluations_and_baselines_are_greedy(
     player: MakePlayer, split: Split, greedy: bool, evaluated: str | None, reward: float, scores: dict[str, float]
 ) -> None:
     engine = ScriptedEngine([HALF])
-    playing = player(engine, evaluated=evaluated, min_group_size=2)
+    playing = player(engine, evaluated=evaluated, min_episodes=2)
     (trajectory,) = await playing.play(split, 0, samples=1, greedy=greedy)
     assert engine.asked == [(ids("12r"), 1, True)]
     assert (trajectory.reward, trajectory.scores) == (reward, scores)
@@ -278,10 +278,22 @@ async def test_answers_to_a_void_ticket_are_not_scored(player: MakePlayer, split
     assert (failed.reason, failed.tokens) == ("scoring_timeout", 2)
 
 
-async def test_failing_reward_fails_the_group_and_counts_its_tokens(player: MakePlayer) -> None:
-    failed = await failure(player(DONE, completion(ids("214")), rewards=({"name": f"{__name__}:raises_for_214"},)))
-    assert (failed.reason, failed.tokens) == ("reward_error", 5)
+RAISES: Any = ({"name": f"{__name__}:raises_for_214"},)
+
+
+@pytest.mark.parametrize(("split", "min_episodes"), [("train", 3), ("eval", 2)])
+async def test_too_few_scored_episodes_fail_their_group(player: MakePlayer, split: Split, min_episodes: int) -> None:
+    playing = player(DONE, completion(ids("214")), DONE, rewards=RAISES, min_episodes=min_episodes)
+    failed = await failure(playing, split=split, samples=3)
+    assert (failed.reason, failed.tokens, failed.lengths) == ("reward_error", 7, [2, 3, 2])
     assert "ZeroDivisionError" in failed.detail
+
+
+async def test_episode_without_a_score_is_left_out(player: MakePlayer) -> None:
+    playing = player(DONE, completion(ids("214")), HALF, CUT, rewards=RAISES, group_size=4)
+    scored = await playing.score(await playing.generate("train", 0, samples=4))
+    assert [(one.episode, one.reward) for one in scored.trajectories] == [(0, 1.0), (1, 1.0)]
+    assert scored.lost == {"reward_error": [3]}
 
 
 def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> float:
@@ -289,19 +301,20 @@ def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> floa
 
 
 async def test_enough_finished_answers_are_scored_at_the_deadline(player: MakePlayer) -> None:
-    trajectories = await player(CUT, DONE, CUT, HALF, min_group_size=2).play("train", 0, samples=4)
+    trajectories = await player(CUT, DONE, CUT, HALF, min_episodes=2).play("train", 0, samples=4)
     assert [trajectory.scores["digit_match"] for trajectory in trajectories] == [1.0, 0.5]
     # A task with fewer samples than the minimum; its prompt just fits.
-    assert len(await player(DONE, prompts=("12345r",), min_group_size=2).play("train", 0, samples=1)) == 1
+    assert len(await player(DONE, prompts=("12345r",), min_episodes=2).play("train", 0, samples=1)) == 1
 
 
 @pytest.mark.parametrize(
     ("finished", "rollout", "split"),
     [
-        (1, {"min_group_size": 2}, "train"),
-        (3, {}, "train"),
-        (0, {"min_group_size": 2}, "train"),
-        (2, {"min_group_size": 2}, "eval"),
+        (1, {"min_episodes": 2}, "train"),
+        (3, {"min_episodes": 4}, "train"),
+        (1, {"group_size": 4}, "train"),
+        (0, {"min_episodes": 2}, "train"),
+        (2, {"min_episodes": 2}, "eval"),
     ],
 )
 async def test_too_few_finished_answers_fail_and_count_their_tokens(
@@ -319,7 +332,7 @@ async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer)
     async def start() -> Engine:
         return await asyncio.Future()
 
-    limits: dict[str, Any] = {"min_group_size": 2, "group_deadline_s": 0.1}
+    limits: dict[str, Any] = {"min_episodes": 2, "group_deadline_s": 0.1}
     engine = RestartingEngine(dying, start, player.config(**limits).rollout)
     assert len(await player(engine, **limits).play("train", 0, samples=4)) == 2
     dying.failure = None

@@ -17,7 +17,7 @@ async def probed(dtype: str, *, off: float, expected: list[float]) -> None:
     engine = ScriptedEngine(logprobs=[each + off * (-1) ** place for place, each in enumerate(expected)])
     probe = w.Probe(token_ids=list(range(len(expected) + 1)), logprobs=expected)
     manifest = w.Manifest(version=1, tensors=[], bucket_bytes=1, evaluate=False, probe=probe)
-    assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == w.BY_PROBE
+    assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype_here)).how == w.BY_PROBE
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 0.087), ("float32", 3e-5)])

@@ -55,8 +55,8 @@ def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
 def test_continued_run_names_changed_keys(tmp_path: Path) -> None:
     assert prepare_folder(demo_config(tmp_path), fresh=False).startswith("a new run")
     assert prepare_folder(demo_config(tmp_path), fresh=False).endswith(str(tmp_path / "runs" / "demo"))
-    config = demo_config(tmp_path, "learner.steps=7", "run.port_base=20000")
-    assert prepare_folder(config, fresh=False).endswith("another learner.steps (400 before, 7 now)")
+    config = demo_config(tmp_path, "learner.steps=70", "run.port_base=20000")
+    assert prepare_folder(config, fresh=False).endswith("another learner.steps (400 before, 70 now)")
     assert load_config(config.paths.config) == config
 
 

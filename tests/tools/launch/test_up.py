@@ -16,6 +16,7 @@ import pytest
 
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, RunPaths, hold_run_lock
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.ports import choose_port_base
 from slipstream.tools.launch.progress import make_screen
@@ -88,6 +89,9 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
+CHAT = ["env.name=gymnasium", "env.options={id: Blackjack-v1}", "rollout.sampling.ignore_eos=false"]
+"""An env of chat messages, for which the demo's model has no template."""
+
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +112,10 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
         (["--fresh", "model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
         (["--fresh", "security.keys=absent"], "absent"),
         (["--fresh", "rewards=[{name: digit_match}, {name: exact_matc, weight: 0}]"], "'exact_match'"),
+        (["--fresh", *CHAT], "no chat template"),
         ([], "--fresh"),
     ],
-    ids=["model", "keys", "reward", "finished"],
+    ids=["model", "keys", "reward", "prompt", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
@@ -144,14 +149,14 @@ def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str, opti
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("free_bytes", "code", "named"), [(0, 2, "disk has room"), (10_000, 1, "runs/demo has room")])
-def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int, code: int, named: str) -> None:
+@pytest.mark.parametrize("free_bytes", [0, 10_000])
+def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int) -> None:
     with files_of_at_most(free_bytes):
         done = up(tmp_path, "--plain")
-    assert done.returncode == code
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "File too large" in line
-    assert named in line
+    assert "disk has room" in line
     assert left_behind(tmp_path) == []
 
 
@@ -176,6 +181,45 @@ def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
     assert f"{url}, " in waiting
     assert "120 s" in waiting
     assert "Connection refused" in waiting
+
+
+def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY", "OTHERS_KEY"}
+    for name in secrets:
+        monkeypatch.setenv(name, "hidden")
+    (tmp_path / "record.py").write_text(
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "name = os.environ['SLIPSTREAM_SUPERVISED'].split(':')[1].strip(';')\n"
+        "part = Path(sys.argv[1]).with_name(f'{name}.part')\n"
+        "part.write_text('\\n'.join(os.environ))\n"
+        "part.rename(part.with_suffix('.variables'))\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in MODULES:
+        monkeypatch.setitem(MODULES, name, "record")
+    judges = [
+        f"{{name: {name}, options: {{url: 'http://127.0.0.1:1/v1', model: m, api_key_variable: {key}}}}}"
+        for name, key in (("judge", "JUDGES_KEY"), ("my:judge", "OTHERS_KEY"))
+    ]
+    port = f"run.port_base={choose_port_base(RunPaths(tmp_path))}"
+    config = demo_config(tmp_path, port, f"rewards=[{', '.join(judges)}]")
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
+        Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0).start()
+        redis = supervisor.children["redis"].process.pid
+        got = {"redis": Path(f"/proc/{redis}/environ").read_text().split("\0")}
+        for name in MODULES:
+            file = config.paths.root / f"{name}.variables"
+            until(file.exists)
+            got[name] = file.read_text().splitlines()
+    assert {name: {each.split("=")[0] for each in variables} & secrets for name, variables in got.items()} == {
+        "redis": set(),
+        "buffer": {REDIS_PASSWORD_VARIABLE},
+        "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY"},
+        "rollout": {"JUDGES_KEY", "OTHERS_KEY"},
+    }
 
 
 def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapter_is_applied_without_copies_for_each_token(dtype: torch.dtype) -> None:
-    import slipstream.rollout_servers.engines.vllm.worker  # noqa: F401  (chooses the layers)
     from vllm.lora.punica_wrapper import get_punica_wrapper
+
+    import slipstream.rollout_servers.engines.vllm.worker  # noqa: F401  (chooses the layers)
 
     torch.manual_seed(0)
     layers: Any = get_punica_wrapper(max_num_batched_tokens=TOKENS, max_batches=1, device="cpu")

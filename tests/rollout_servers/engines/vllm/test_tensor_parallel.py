@@ -31,7 +31,7 @@ async def test_workers_load_their_shards_after_an_unreadable_version(tmp_path: P
             manifest = subject.trainer.stage(probe=PROMPT)
             await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
             assert await subject.serves(version)
-            await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
+            await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype_here)
     finally:
         await subject.close()
     assert not [process for process in children() if process.pid not in before]
