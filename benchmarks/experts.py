@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.figures import Figure, Figures
+from benchmarks.step import qwen3
 from slipstream.buffer.wire.codec import behaviour_logprobs
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs import RunConfig
@@ -37,23 +38,13 @@ DEADLINE_S = 600.0
 def build(folder: Path, *, layers: int, experts: int, per_token: int) -> None:
     """Writes a random Qwen3-MoE, whose distributions are as peaked as those of a trained model."""
     torch.manual_seed(0)
-    configure: Any = Qwen3MoeConfig  # its declaration lacks head_dim
-    config = configure(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        num_experts=experts,
-        num_experts_per_tok=per_token,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
+    changes = {
+        "moe_intermediate_size": 64, "num_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": True,
+        "head_dim": 32, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    config = qwen3(vocabulary=VOCABULARY, hidden=128, layers=layers, heads=4, kv_heads=2, **changes)
     make: Any = Qwen3MoeForCausalLM
-    model = make(config)
+    model = make(Qwen3MoeConfig(**config | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -124,11 +124,12 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     cells = table(results)
     print(f"{study.title}: reward at the end / area\n\n{markdown(titles, cells)}")
     for objective, row in cells.items():
-        for lag, cell in row.items():
+        for lag, curves in row.items():
             name = f"{objective}, k = {lag}"
-            figures.show(Figure(f"{name}, end", fmean(cell.ends)), Figure(f"{name}, area", fmean(cell.areas)))
+            end, area = fmean(each.end for each in curves), fmean(each.area for each in curves)
+            figures.show(Figure(f"{name}, end", end), Figure(f"{name}, area", area))
     if options.plot is not None:
-        draw(study.title, titles, results, options.plot)
+        draw(study.title, titles, cells, options.plot)
     return {
         "overrides": [*SETTINGS, *study.overrides],
         "objectives": {name: list(objective.overrides) for name, objective in study.objectives.items()},

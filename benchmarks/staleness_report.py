@@ -1,15 +1,15 @@
-"""Results of the staleness bench: the curves of each run, a table and a picture of all."""
+"""Curves of the staleness runs, a table and a picture of all."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
 
 from slipstream.tools.report import rolling_mean
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WINDOW = 10
 """Versions whose rewards are averaged: the mean of one version's 256 answers is noisy."""
@@ -60,52 +60,48 @@ class Curves:
 Results = Mapping[Run, Curves]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One objective at one lag: a value for each seed."""
-
-    ends: Sequence[float]
-    areas: Sequence[float]
-
-    def __str__(self) -> str:
-        low, high = min(self.ends), max(self.ends)
-        spread = f" ({low:.2f} to {high:.2f})" if high - low > UNEVEN else ""
-        return f"{fmean(self.ends):.2f}{spread} / {fmean(self.areas):.2f}"
+Cells = Mapping[str, Mapping[int, Sequence[Curves]]]
+"""The curves of each seed, by objective and lag, ascending."""
 
 
-def table(results: Results) -> dict[str, dict[int, Cell]]:
-    """Cells by objective and lag, ascending. Every objective ran at all lags."""
-    cells: dict[str, dict[int, Cell]] = {}
-    for name, lag in sorted({(run.objective, run.lag) for run in results}, key=lambda place: place[1]):
-        curves = [each for run, each in results.items() if (run.objective, run.lag) == (name, lag)]
-        cells.setdefault(name, {})[lag] = Cell([each.end for each in curves], [each.area for each in curves])
+def table(results: Results) -> Cells:
+    """Every objective ran at all lags."""
+    cells: dict[str, dict[int, list[Curves]]] = {}
+    for run in sorted(results, key=lambda run: run.lag):
+        cells.setdefault(run.objective, {}).setdefault(run.lag, []).append(results[run])
     return cells
 
 
-def markdown(titles: Mapping[str, str], cells: Mapping[str, Mapping[int, Cell]]) -> str:
-    """A row for each objective, a column for each lag."""
+def markdown(titles: Mapping[str, str], cells: Cells) -> str:
+    """A row for each objective, a column for each lag: reward at the end / area."""
     lags = list(next(iter(cells.values())))
     rows = [["objective", *(f"k = {lag}" for lag in lags)], ["---"] * (1 + len(lags))]
-    rows += [[title, *map(str, cells[name].values())] for name, title in titles.items() if name in cells]
+    rows += [[title, *map(_cell, cells[name].values())] for name, title in titles.items() if name in cells]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def draw(title: str, titles: Mapping[str, str], results: Results, path: Path) -> None:
-    """Draws a PNG: a panel of rewards for each lag, and below it the effective lags if a throttle changed any."""
-    import matplotlib as mpl
+def _cell(curves: Sequence[Curves]) -> str:
+    ends = [each.end for each in curves]
+    low, high = min(ends), max(ends)
+    spread = f" ({low:.2f} to {high:.2f})" if high - low > UNEVEN else ""
+    return f"{fmean(ends):.2f}{spread} / {fmean(each.area for each in curves):.2f}"
 
+
+def draw(title: str, titles: Mapping[str, str], cells: Cells, path: Path) -> None:
+    """Draws a PNG: a panel of rewards for each lag, and below it the effective lags if a throttle changed any."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    lags = sorted({run.lag for run in results})
-    throttled = any(lag != run.lag for run, curves in results.items() for lag in curves.lags)
+    lags = list(next(iter(cells.values())))
+    throttled = any(set(each.lags) != {lag} for row in cells.values() for lag in lags for each in row[lag])
     heights = [3.2, 1.6] if throttled else [3.2]
     width = (3.3 if len(lags) > 2 else 4.6) * max(len(lags), 2)
-    with pyplot.rc_context({
+    style: Any = {
         "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
         "legend.frameon": False,
-    }):  # fmt: skip
+    }  # fmt: skip
+    with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(
             len(heights), len(lags), figsize=(width, sum(heights) + 0.9),
             sharex=True, sharey="row", squeeze=False, layout="constrained", height_ratios=heights,
@@ -114,9 +110,9 @@ def draw(title: str, titles: Mapping[str, str], results: Results, path: Path) ->
         for column, lag in enumerate(lags):
             axes[0, column].set_title(f"k = {lag}")
             for (name, label), (colour, dashes) in zip(titles.items(), _STYLES, strict=True):
-                curves = [each for run, each in results.items() if (run.objective, run.lag) == (name, lag)]
-                if curves:
-                    _draw_objective(list(axes[:, column]), label, curves, colour=colour, dashes=dashes)
+                if name in cells:
+                    line = {"color": colour, "linestyle": dashes}
+                    _draw_objective(list(axes[:, column]), label, cells[name][lag], line)
         axes[0, 0].set_ylabel("reward of fresh answers")
         axes[0, 0].set_ylim(-0.02, 1.03)
         handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -126,16 +122,15 @@ def draw(title: str, titles: Mapping[str, str], results: Results, path: Path) ->
         pyplot.close(figure)
 
 
-def _draw_objective(axes: "Sequence[Axes]", label: str, curves: Sequence[Curves], *, colour: str, dashes: Any) -> None:
+def _draw_objective(axes: Sequence[Axes], label: str, curves: Sequence[Curves], line: Any) -> None:
     """One objective at one lag: the rewards, and the effective lags if there is a second axis."""
     top, *bottom = axes
     axes[-1].set_xlabel("step")
     by_step = list(zip(*(rolling_mean(each.rewards, SMOOTHING) for each in curves), strict=True))
     low, high = [min(each) for each in by_step], [max(each) for each in by_step]
-    style: Any = {"color": colour, "linestyle": dashes}
-    top.fill_between(range(len(by_step)), low, high, color=colour, alpha=0.13, linewidth=0)
-    top.plot([fmean(each) for each in by_step], linewidth=1.6, label=label, **style)
+    top.fill_between(range(len(by_step)), low, high, color=line["color"], alpha=0.13, linewidth=0)
+    top.plot([fmean(each) for each in by_step], linewidth=1.6, label=label, **line)
     for axis in bottom:
         axis.set_title("effective lag", fontweight="normal")
         for each in curves:
-            axis.plot(each.lags, linewidth=1.2, **style)
+            axis.plot(each.lags, linewidth=1.2, **line)

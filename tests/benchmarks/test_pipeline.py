@@ -13,7 +13,10 @@ from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from tests.benchmarks.conftest import Measure, with_goals
 
-DEMO_CHANGES = "learner.steps=12 learner.groups_per_step=4 rollout.engine.name=hf rollout.engine.kv_cache_bytes=null"
+DEMO_CHANGES = (
+    "learner.steps=12 learner.groups_per_step=4 learner.optimizer.warmup_steps=0 "
+    "rollout.engine.name=hf rollout.engine.kv_cache_bytes=null"
+)
 PIPELINE = "--steps 2 --groups-per-step 1 --lengths log-normal --staleness 1 --engine hf"
 
 
