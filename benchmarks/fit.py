@@ -82,7 +82,8 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
         except SlipstreamError as error:
             figures.fail(name, error)
         else:
-            details[name] = {"case": asdict(case), "measured": asdict(result), "computed": expected}
+            shown = asdict(case) | {"model": name if name in SHAPES else "small"}
+            details[name] = {"case": shown, "measured": asdict(result), "computed": expected}
             figures.show(*figures_of(name, case, result, sum(expected.values())))
     return details
 

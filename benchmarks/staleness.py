@@ -124,9 +124,9 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     cells = table(results)
     print(f"{study.title}: reward at the end / area\n\n{markdown(titles, cells)}")
     for objective, row in cells.items():
-        for lag, curves in row.items():
+        for lag, seeds in row.items():
             name = f"{objective}, k = {lag}"
-            end, area = fmean(each.end for each in curves), fmean(each.area for each in curves)
+            end, area = fmean(each.end for each in seeds), fmean(each.area for each in seeds)
             figures.show(Figure(f"{name}, end", end), Figure(f"{name}, area", area))
     if options.plot is not None:
         draw(study.title, titles, cells, options.plot)
