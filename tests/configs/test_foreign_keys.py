@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from slipstream.configs.foreign_keys import TRL, VERL
 from slipstream.configs.load import load_config
@@ -49,7 +50,8 @@ def test_keys_below_a_foreign_section_are_all_answered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ours", sorted({*VERL.values(), *TRL.values()}))
 def test_named_keys_exist(ours: str) -> None:
     for path in re.findall(r"(?<![\w/])[a-z]+\.[a-z_.]+[a-z]", ours):
-        sections, keys = [RunConfig], path.split(".")
+        sections: list[type[BaseModel]] = [RunConfig]
+        keys = path.split(".")
         for place, key in enumerate(keys):
             assert any(key in section.model_fields for section in sections), path
             if key == "options":  # of an env or an engine

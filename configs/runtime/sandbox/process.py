@@ -5,6 +5,7 @@ and its own SIGKILL ends it by SIGSYS (see `seccomp`): one that a SIGKILL has en
 limit of CPU seconds, which its CPU time shows.
 """
 
+import fcntl
 import math
 import os
 import platform
@@ -354,10 +355,11 @@ def _cause(stderr: str) -> Ended:
 
 
 def _file(content: bytes, stack: ExitStack) -> int:
-    """A file in memory, open for reading at its start. Raises: OSError."""
-    number = os.memfd_create("sandbox")
+    """A file in memory at its start, which nobody can change. Raises: OSError."""
+    number = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, number)
     with open(number, "wb", closefd=False) as file:
         file.write(content)
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     os.lseek(number, 0, os.SEEK_SET)
     return number

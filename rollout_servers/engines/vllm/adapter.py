@@ -46,4 +46,4 @@ class OneAdapter(PunicaWrapperCPU):
 def use_one_adapter() -> None:
     """Makes models that vLLM loads on a CPU from now on use `OneAdapter`."""
     name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
-    CpuPlatform.get_punica_wrapper = classmethod(lambda _: name)  # type: ignore[method-assign]
+    CpuPlatform.get_punica_wrapper = classmethod(lambda _: name)  # type: ignore[method-assign, assignment]

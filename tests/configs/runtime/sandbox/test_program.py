@@ -27,7 +27,7 @@ from slipstream.configs.runtime.sandbox import (
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 PATIENCE_S = 60.0
-LIMITS = SandboxLimits(cpu_s=2, wall_s=20)
+LIMITS = SandboxLimits(cpu_s=2, wall_s=60)
 SLACK_S = 10.0  # of a busy machine, beyond a program's limits
 OTHER_USER = 12_345
 USERS = [0, OTHER_USER] if os.geteuid() == 0 else [os.geteuid()]
