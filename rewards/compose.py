@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -14,6 +15,10 @@ from slipstream.rewards.base import Episode, Failure, FailureReason, Result, Rew
 
 LARGEST_SCORE = 1e8
 """The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
+OUT_OF_TIME = (
+    "not scored when the ticket's time was over; raise scoring.workers or, of an async reward, `concurrency`, or lower "
+    "rollout.groups_in_flight"
+)
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 
 Takes = Literal["answer", "episode", "group"]
@@ -44,6 +49,8 @@ class Reward:
         takes: `answer` (answer, reference, info), `episode` (one Episode) or `group` (all Episodes).
         is_async: whether its result must be awaited.
         deadline_s: `scoring.deadline_s`.
+        retries: further tries of a failed call.
+        open_calls: of an async reward, limits the calls that are open at a time; None: no limit.
     """
 
     name: str
@@ -51,6 +58,8 @@ class Reward:
     takes: Takes
     is_async: bool
     deadline_s: float = math.inf
+    retries: int = 0
+    open_calls: asyncio.Semaphore | None = None
 
     @property
     def worst_case_s(self) -> float | None:
@@ -85,8 +94,29 @@ class Reward:
         except BaseException as error:  # noqa: BLE001  (user code may raise anything: a SystemExit, a panic of Rust)
             return self._failed(error, episodes)
 
+    @asynccontextmanager
+    async def slot(self, episodes: int, *, until: float | None = None) -> AsyncIterator[None]:
+        """Waits until a call with so many episodes may be open.
+
+        Raises: TimeoutError when it could hardly end by `until`, the event loop's time.
+        """
+        if self.open_calls is None:
+            yield
+            return
+        patience_s = None
+        if until is not None:
+            # Without a reserve for the call itself, each would begin when its time is nearly over, and fail.
+            left_s = until - asyncio.get_running_loop().time()
+            patience_s = left_s - min(self.limit_s(episodes), left_s / 2)
+        async with asyncio.timeout(patience_s):
+            await self.open_calls.acquire()
+        try:
+            yield
+        finally:
+            self.open_calls.release()
+
     async def run_async(self, episodes: Sequence[Episode]) -> list[Result]:
-        """The results of one call of an async function, one for each episode."""
+        """The results of one call of an async function, one for each episode; call it in a `slot`."""
         limit_s = self.limit_s(len(episodes))
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s) as limit:

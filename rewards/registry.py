@@ -1,8 +1,10 @@
 """Finds rewards by name, builds those with options, and determines how each is called by its signature."""
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -29,6 +31,9 @@ BUILT_IN: Final = {
 }
 """`module:attribute` by name: imported when they are used."""
 
+CONCURRENCY: Final = 32
+"""Open calls of an async reward, unless its term or its own limits say otherwise: clients and servers allow about 100
+connections, of all rollout servers together."""
 _WANTED: Final = (
     "a function (answer, reference, info), (episode: Episode) or, with @group_reward, (episodes), plain or async, "
     "that returns numbers or Scores, or a class whose instances are called so"
@@ -57,7 +62,8 @@ def find_reward(term: RewardConfig, *, deadline_s: float = math.inf) -> Reward:
     is_async = any(map(inspect.iscoroutinefunction, (found, getattr(found, "__call__", None))))  # noqa: B004
     if hasattr(found, "set_deadline"):
         found.set_deadline(deadline_s)
-    return Reward(term.name, found, _takes(term.name, found), is_async, deadline_s)
+    reward = Reward(term.name, found, _takes(term.name, found), is_async, deadline_s, term.retries)
+    return replace(reward, open_calls=_open_calls(term, reward))
 
 
 def find_rewards(terms: Sequence[RewardConfig], *, deadline_s: float = math.inf) -> dict[str, Reward]:
@@ -91,6 +97,22 @@ def _build(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -
         raise ConfigError(
             f"reward {name!r} can't be built with its options ({given}): {format_error(error)}"
         ) from error
+
+
+def _open_calls(term: RewardConfig, reward: Reward) -> asyncio.Semaphore | None:
+    """Raises: ConfigError for a limit that would have no effect."""
+    if term.concurrency is None:
+        return asyncio.Semaphore(CONCURRENCY) if reward.is_async and reward.worst_case_s is None else None
+    if not reward.is_async:
+        raise ConfigError(
+            f"reward {term.name!r}: concurrency={term.concurrency} is for async functions; scoring.workers limits the "
+            "calls of this one"
+        )
+    if hasattr(reward.function, "concurrency"):
+        raise ConfigError(
+            f"reward {term.name!r} limits its own requests: set options.concurrency={term.concurrency} instead"
+        )
+    return asyncio.Semaphore(term.concurrency)
 
 
 def _takes(name: str, function: Callable[..., Any]) -> Takes:

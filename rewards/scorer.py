@@ -11,14 +11,16 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.rewards.base import Episode, Failure, Result
-from slipstream.rewards.compose import Call, EpisodeReward, run_all, weighted
-from slipstream.rewards.runners.base import OUT_OF_TIME, InlineRunner, Runner
+from slipstream.rewards.compose import OUT_OF_TIME, Call, EpisodeReward, run_all, weighted
+from slipstream.rewards.runners.base import InlineRunner, Runner
 from slipstream.rewards.runners.pool import PoolRunner
 
 log = get_log("rewards.scorer")
 
-RETRY_S: Final = (1.0, 4.0)
-"""Mean pause before each further try of a failed call; drawn from half of it to one and a half times."""
+BACKOFF_S: Final = 1.0
+"""Mean pause before the second try of a failed call, four times as long before each further one; drawn from half of it
+to one and a half times."""
+_LONGEST_BACKOFF_S: Final = 30.0
 DELIVERY_S: Final = 5.0
 """Time that is left for the delivery of a group, at most a tenth of what scoring had."""
 
@@ -37,12 +39,12 @@ class Scorer:
         config: ScoringConfig,
         *,
         evaluated: Sequence[RewardConfig] = (),
-        retry_s: Sequence[float] = RETRY_S,
+        backoff_s: float | None = BACKOFF_S,
     ) -> None:
         """`terms` score groups to train on, `evaluated` those of an evaluation.
 
         Args:
-            retry_s: as RETRY_S.
+            backoff_s: as BACKOFF_S; None: failed calls are not repeated.
 
         Raises: ConfigError if a reward can't be built.
         """
@@ -55,7 +57,7 @@ class Scorer:
             else InlineRunner(list(known.values()), deadline_s=config.deadline_s)
         )
         self._deadline_s = config.deadline_s
-        self._retry_s = retry_s
+        self._backoff_s = backoff_s
         self._rates = {name: FailureRate(name) for name in self.names}
         # Evaluations come as hundreds of tasks at once; they must neither hold up training nor wait behind it.
         slots = self.runner.slots
@@ -121,9 +123,11 @@ class Scorer:
         self, call: Call, results: list[Result], episodes: Sequence[Episode], until: float | None, evaluation: bool
     ) -> list[Result]:
         """The results of a failed call after further tries, those with the fewest failures."""
+        if self._backoff_s is None:
+            return results
         now = asyncio.get_running_loop().time
-        for mean_s in self._retry_s:
-            pause_s = mean_s * random.uniform(0.5, 1.5)
+        for attempt in range(self.runner.rewards[call.name].retries):
+            pause_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 4.0**attempt) * random.uniform(0.5, 1.5)
             if until is not None and now() + pause_s >= until:
                 break
             await asyncio.sleep(pause_s)

@@ -290,7 +290,7 @@ async def _check_rewards(
     right = "" if _reference_is_tests(config, task) else task.reference
     answers = {"reference" if right else "empty": right, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
-    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), retry_s=())
+    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), backoff_s=None)
     try:
         scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         for kind, answer in answers.items():

@@ -195,7 +195,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
     if arguments.task >= env.size(split):
         raise ConfigError(f"--task {arguments.task}: env {config.env.name} has {env.size(split)} {split} tasks")
     scoring = config.scoring.model_copy(update={"workers": min(1, config.scoring.workers)})
-    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated, retry_s=())
+    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated, backoff_s=None)
     try:
         tokenizer = Tokenizer(model)
         if arguments.keyboard:

@@ -191,6 +191,11 @@ class RewardConfig(Section):
     """Name of the function, for a term with another name: two terms by the same function have different names."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the constructor, if the function is a class."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """For an async reward: calls that are open at a time, of each rollout server. The others wait, which is no part of
+    their time. Unset: 32, or no limit for a reward that limits its own time, such as `judge`."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries of a failed call, after pauses of about 1, 4, 16 and then 30 s."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight in the reward's sum; 0 records the score without training on it."""
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, Result, Score, group_reward
@@ -44,8 +45,8 @@ class BySource:
     """
 
     rewards: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
-    """By source, or pattern of sources (`aime*`): a reward's name, or its `name`, `function` and `options`. They come
-    before those that are known: of the sources in verl's data sets."""
+    """By source, or pattern of sources (`aime*`): a reward's name, or its `name`, `function`, `options` and
+    `concurrency`. They come before those that are known: of the sources in verl's data sets."""
     default: str | Mapping[str, Any] | None = None
     """Reward of all other sources; unset: their groups fail."""
     key: str = "data_source"
@@ -76,7 +77,7 @@ class BySource:
         label, found = self.reward_of(episodes[0].info)
         reward = replace(found, deadline_s=self._deadline_s)
         calls = [[episodes[index] for index in call.indices] for call in reward.calls(len(episodes))]
-        run = reward.run_async if reward.is_async else partial(self._run_in_thread, reward)
+        run = partial(_run_async if reward.is_async else self._run_in_thread, reward)
         results = [result for results in await run_all([run(chosen) for chosen in calls]) for result in results]
         return [
             each if isinstance(each, Failure) else Score(each.value, {**each.parts, label: each.value}, each.spans)
@@ -114,5 +115,14 @@ class BySource:
         return "default", self._default
 
 
+async def _run_async(reward: Reward, episodes: Sequence[Episode]) -> list[Result]:
+    async with reward.slot(len(episodes)):
+        return await reward.run_async(episodes)
+
+
 def _term(reward: str | Mapping[str, Any]) -> RewardConfig:
-    return RewardConfig.model_validate({"name": reward} if isinstance(reward, str) else reward)
+    """Raises: ConfigError for keys without an effect here."""
+    term = RewardConfig.model_validate({"name": reward} if isinstance(reward, str) else reward)
+    if unused := term.model_fields_set & {"retries", "weight"}:
+        raise ConfigError(f"options: {', '.join(sorted(unused))} of {term.name} has no effect; set it for by_source")
+    return term

@@ -9,17 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
-from typing import Final, Protocol
+from typing import Protocol
 
 from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Result
-from slipstream.rewards.compose import Call, Reward, run_all
+from slipstream.rewards.compose import OUT_OF_TIME, Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
-
-OUT_OF_TIME: Final = (
-    "not scored when the ticket's time was over; raise scoring.workers, or lower rollout.groups_in_flight"
-)
 
 
 class Runner(Protocol):
@@ -63,11 +59,12 @@ class InlineRunner:
         found = {call: self.rewards[call.name].run(chosen(call, episodes)) for call in plain}
 
         async def run(call: Call) -> None:
-            found[call] = await self.rewards[call.name].run_async(chosen(call, episodes))
+            reward = self.rewards[call.name]
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until), reward.slot(len(call.indices), until=until):
+                    found[call] = await reward.run_async(chosen(call, episodes))
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await run_all([run(call) for call in calls if self._is_async(call)])
+        await run_all([run(call) for call in calls if self._is_async(call)])
         return [found.get(call) or call.failed("scoring_timeout", f"{call.name}: {OUT_OF_TIME}") for call in calls]
 
     def close(self) -> None:

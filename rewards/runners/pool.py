@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Result
-from slipstream.rewards.compose import Call, Reward, run_all
+from slipstream.rewards.compose import OUT_OF_TIME, Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import OUT_OF_TIME, chosen, close_rewards, load_in_worker, start_worker
+from slipstream.rewards.runners.base import chosen, close_rewards, load_in_worker, start_worker
 from slipstream.rewards.runners.messages import (
     LENGTH_BYTES,
     START_S,
@@ -182,8 +182,9 @@ class PoolRunner:
             found.update(zip(plain, done, strict=False))
 
         async def score_async(call: Call) -> None:
+            slot = self.rewards[call.name].slot(len(call.indices), until=until)
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(until), slot:
                     found[call] = await self._score_async(call, chosen(call, episodes))
 
         await run_all([*map(score_async, others), *([score_plain()] if plain else [])])

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.tools.play import build_bytes_model
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
 
@@ -50,11 +48,8 @@ def test_plugins_of_the_package_are_listed(installed: Path) -> None:
     assert not [plugin for plugin in found.values() if plugin["problem"]]
 
 
-def test_run_file_uses_env_tool_and_reward(installed: Path, tmp_path: Path) -> None:
-    build_bytes_model(tmp_path / "model")
-    report = json.loads(
-        _slipstream(installed, "check", EXAMPLE / "run.yaml", f"model.path={tmp_path / 'model'}", "--json")
-    )
+def test_run_file_uses_env_tool_and_reward(installed: Path) -> None:
+    report = json.loads(_slipstream(installed, "check", EXAMPLE / "run.yaml", "model={build: text}", "--json"))
     assert report["problems"] == []
     assert report["env"]["name"] == "sums"
     assert report["rewards"]["last_number"] == {"reference": 1.0, "wrong": 0.0}

@@ -172,6 +172,30 @@ def test_wrong_options_are_refused(term: RewardConfig, match: str) -> None:
     assert repr(term.name) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("term", "match"),
+    [
+        (RewardConfig(name="exact_match", concurrency=4), r"concurrency=4 .*scoring\.workers"),
+        (
+            RewardConfig(name="judge", options={"url": "http://h/v1", "model": "m"}, concurrency=4),
+            r"options\.concurrency",
+        ),
+    ],
+)
+def test_limit_without_effect_is_refused(term: RewardConfig, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        find_rewards([term])
+
+
+def test_open_calls_of_rewards_with_own_limits_are_not_limited() -> None:
+    judge = RewardConfig(name="judge", options={"url": "http://h/v1", "model": "m"})
+    assert [find_reward(term).open_calls is None for term in (judge, named("awaited"), named("awaited_group"))] == [
+        True,
+        False,
+        False,
+    ]
+
+
 def test_an_evaluated_term_keeps_its_options() -> None:
     terms = [{"name": "exact_match"}, {"name": "math", "weight": 0, "options": {"extract": "boxed"}}]
     config = RunConfig.model_validate({"model": {"build": "digits"}, "rewards": terms, "eval": {"reward": "math"}})

@@ -87,7 +87,7 @@ class Flaky:
 
 async def test_failed_calls_are_repeated_twice() -> None:
     terms = [RewardConfig(name="flaky", function=f"{__name__}:Flaky", options={"failures": 2})]
-    with closing(Scorer(terms, ScoringConfig(workers=0), retry_s=(0.01, 0.01))) as scorer:
+    with closing(Scorer(terms, ScoringConfig(workers=0), backoff_s=0.01)) as scorer:
         results = await scorer.score([episode("a"), episode("never"), episode("b")])
         assert reasons(results) == ["", "reward_unavailable", ""]
         flaky = scorer.runner.rewards["flaky"].function
@@ -97,7 +97,7 @@ async def test_failed_calls_are_repeated_twice() -> None:
 
 async def test_worker_that_ends_costs_its_episode_after_all_tries() -> None:
     terms = [RewardConfig(name="reward_plugins:dies_if_asked")]
-    with closing(Scorer(terms, ScoringConfig(workers=1), retry_s=(0.01, 0.01))) as scorer:
+    with closing(Scorer(terms, ScoringConfig(workers=1), backoff_s=0.01)) as scorer:
         async with asyncio.timeout(PATIENCE_S):
             assert reasons(await scorer.score([episode("a"), episode("die"), episode("b")])) == ["", "reward_crash", ""]
 

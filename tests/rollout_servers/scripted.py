@@ -119,5 +119,5 @@ class LastingEngine(ScriptedEngine):
 
 def build_player(config: RunConfig, model: Path, engine: Engine, *, env: Env | None = None) -> Player:
     """The player of a run, with the tokenizer of `model`."""
-    scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated, retry_s=(0.01, 0.01))
+    scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated, backoff_s=0.01)
     return Player.from_config(config, env or build_env(config.env), Tokenizer(model), engine, scorer)

@@ -4,8 +4,9 @@
 -- args: step, consuming_version, count, deadline_s, min_diff, min_ready (groups that must arrive before the first lease),
 -- spill_bytes, and those of `capacity`.
 -- Returns {staleness, id, weight, exposure, ...}, empty while there are too few groups. `staleness` is {version, of its
--- tokens, of those of the next version, ...}, for all versions that the groups may have tokens of. A group of weight w was drawn with probability
--- 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left to draw (sampling.py).
+-- tokens, of those of the next version, ...}, for all versions that the groups may have tokens of. A group of weight w was
+-- drawn with probability 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left
+-- to draw (sampling.py).
 -- Returns {'spilled', ids} where the bytes of these groups must be read back from spill files first (spill.py).
 -- A repeated request for a step gets the same lease: the first answer may have been lost.
 local step, wanted = args.step, args.count
@@ -34,8 +35,8 @@ local function expire_stale()
   end
 end
 
--- The groups of an undone step with their scores, as those of `ready`; nil if it can't be repeated. Also returns true if one is
--- still leased for the step before.
+-- The groups of an undone step with their scores, as those of `ready`; nil if it can't be repeated. Also returns true if
+-- one is still leased for the step before.
 local function undone_groups()
   local found, waits = redis.call('ZRANGE', key('undone:' .. step), 0, -1, 'WITHSCORES'), false
   if #found ~= 2 * wanted then return nil end

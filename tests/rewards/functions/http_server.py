@@ -30,7 +30,10 @@ def serving(answer: Answer, *, port: int = 0) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Nothing is logged."""
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # beyond the queue a connection is tried again after seconds
+
+    with Server(("127.0.0.1", port), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -38,6 +38,20 @@ async def ranks_later(episodes: Sequence[Episode]) -> list[float]:
     return ranks(episodes)
 
 
+class Counted:
+    """Scores how many calls have been open at a time."""
+
+    def __init__(self) -> None:
+        self.open = self.most = 0
+
+    async def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(0)
+        self.open -= 1
+        return float(self.most)
+
+
 RELEASED = threading.Event()
 
 
@@ -73,7 +87,7 @@ REWARDS = {
 
 async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **options: Any) -> list[EpisodeReward]:
     term = RewardConfig(name="by_source", weight=2, options={"rewards": REWARDS, "key": key} | options)
-    scorer = Scorer([term], ScoringConfig(workers=workers), retry_s=())
+    scorer = Scorer([term], ScoringConfig(workers=workers), backoff_s=None)
     with closing(scorer):
         found = await scorer.score([episode(answer, "12", {key: source}) for answer in ("12", "13")])
     assert not any(isinstance(each, Failure) for each in found)
@@ -83,7 +97,7 @@ async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **o
 async def failed(source: Any, **options: Any) -> list[Failure | EpisodeReward]:
     """The results of three answers, the second of which is `hang`."""
     term = RewardConfig(name="by_source", options=options)
-    with closing(Scorer([term], ScoringConfig(workers=0, deadline_s=2.0), retry_s=())) as scorer:
+    with closing(Scorer([term], ScoringConfig(workers=0, deadline_s=2.0), backoff_s=None)) as scorer:
         return await scorer.score([episode(answer, "12", {"data_source": source}) for answer in ("12", "hang", "12")])
 
 
@@ -113,6 +127,12 @@ async def test_hanging_reward_costs_its_episode() -> None:
         assert outcomes(await failed("hangs", rewards=rewards)) == [1.0, "reward_timeout", 1.0]
     finally:
         RELEASED.set()
+
+
+@pytest.mark.parametrize(("keys", "most"), [({}, 2.0), ({"concurrency": 1}, 1.0)])
+async def test_open_calls_of_a_sources_reward_are_limited(keys: dict[str, Any], most: float) -> None:
+    found = await scored("counted", rewards={"counted": {"name": f"{HERE}:Counted", **keys}})
+    assert max(each.scores["by_source"] for each in found) == most
 
 
 async def test_unavailable_reward_keeps_its_reason() -> None:
@@ -170,6 +190,7 @@ async def test_unknown_source_fails_unless_there_is_a_default(source: Any) -> No
         ({"default": "exact_mtch"}, "exact_match"),
         ({"reward": {}}, "reward"),
         ({"rewards": {"a": {"nme": "x"}}}, "nme"),
+        ({"rewards": {"a": {"name": "exact_match", "retries": 1}}}, "retries"),
     ],
 )
 def test_unusable_options_are_refused(options: dict[str, Any], part: str) -> None:

@@ -108,7 +108,7 @@ class MakePlayer:
             env or Prompts(prompts),
             self.tokenizer,
             ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
-            Scorer(made.rewards, made.scoring, evaluated=made.evaluated, retry_s=()),
+            Scorer(made.rewards, made.scoring, evaluated=made.evaluated, backoff_s=None),
             made.rollout,
             env_name="rows",
             ticket_deadline_s=ticket_deadline_s,
