@@ -9,16 +9,15 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from benchmarks.figures import Figure, Figures, Goal, interleave
-from benchmarks.pipeline_server import LENGTHS_VARIABLE, MOST_TOKENS, Lengths
 from benchmarks.weights_learner import Shape, build_policy, weights_config
-from benchmarks.workers import ONE_THREAD, Workers, free_port
+from benchmarks.workers import Workers, free_port
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
@@ -27,9 +26,9 @@ from slipstream.tools.cli import at_least
 WARM_UP_STEPS = 5
 GROUP_SIZE = 8
 THREE_MILLION = Shape(vocabulary=32, hidden=256, layers=3)
-PROMPT_TOKENS = 16
-"""At most."""
-SHARE_OF_LIMIT = 0.9
+ANSWER_TOKENS, PROMPT_TOKENS = 64, 16
+"""Of each answer; of a prompt at most."""
+SHARE_OF_LIMIT = Goal(">=", 0.9)
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Speed:
     generator_idle: float
     """Share of time without a running episode."""
     staleness: float
-    answer_tokens: float
 
     @property
     def train_s(self) -> float:
@@ -63,7 +61,6 @@ def read_speed(metrics: Path) -> Speed:
         wait_s=mean(step["wait_s"] for step in steps),
         generator_idle=mean(step.get("generator_idle_fraction", 0.0) for step in steps),
         staleness=mean(step["staleness_mean"] for step in steps),
-        answer_tokens=mean(step["answer_tokens"] for step in steps),
     )
 
 
@@ -89,11 +86,11 @@ def run_config(
         rollout={
             "group_size": GROUP_SIZE,
             "groups_in_flight": (staleness + 1) * groups_per_step,
-            "sampling": {"max_tokens": MOST_TOKENS, "ignore_eos": True},
+            "sampling": {"max_tokens": ANSWER_TOKENS, "ignore_eos": True},
             "engine": {
                 "name": engine,
                 "core": "inline",
-                "max_model_len": MOST_TOKENS + PROMPT_TOKENS,
+                "max_model_len": ANSWER_TOKENS + PROMPT_TOKENS,
                 "max_sequences": groups_per_step * GROUP_SIZE,
                 **({"kv_cache_bytes": 1 << 30} if engine == "vllm" else {}),
             },
@@ -108,48 +105,37 @@ def run_config(
     )
 
 
-def run(workers: Workers, config: RunConfig, lengths: Lengths, cores: Sequence[int]) -> Speed:
+def run(workers: Workers, config: RunConfig, cores: Sequence[int]) -> Speed:
     """Runs a configuration to its end. Raises: SlipstreamError when a process fails."""
-    environment = {**ONE_THREAD, LENGTHS_VARIABLE: lengths}
-    server = "benchmarks.pipeline_server"
-    with workers.run(config, rollout=server, cores=cores, environment=environment) as children:
+    with workers.run(config, cores=cores) as children:
         workers.wait(children["learner"])
     return read_speed(config.paths.metrics)
 
 
-def figures_of(lengths: Lengths, by_staleness: Mapping[int, Sequence[Speed]]) -> list[Figure]:
+def figures_of(by_staleness: Mapping[int, Sequence[Speed]]) -> Iterator[Figure]:
     """Speeds by bound of staleness, beside the limit from the synchronous run's phases."""
     synchronous = by_staleness[0]
-    step_s = median(speed.step_s for speed in synchronous)
-    phases = {name: median(getattr(speed, name) for speed in synchronous) for name in ("wait_s", "train_s")}
+    generation_s, training_s = (median(getattr(each, name) for each in synchronous) for name in ("wait_s", "train_s"))
     tokens_per_s = median(speed.tokens_per_s for speed in synchronous)
-    limit = tokens_per_s * sum(phases.values()) / max(phases.values())
-    found = [
-        Figure(f"{lengths}: tokens of an answer, mean", mean(speed.answer_tokens for speed in synchronous)),
-        Figure("  a step at max_staleness 0", step_s, "s"),
-        Figure("  generation (G)", phases["wait_s"], "s"),
-        Figure("  training (T)", phases["train_s"], "s"),
-        Figure("  tokens trained at max_staleness 0", tokens_per_s, "/s"),
-        Figure("  limit, (G + T) / max(G, T) times that", limit, "/s"),
-    ]
+    limit = tokens_per_s * (generation_s + training_s) / max(generation_s, training_s)
+    yield Figure("a step at max_staleness 0", median(speed.step_s for speed in synchronous), "s")
+    yield Figure("  generation (G)", generation_s, "s")
+    yield Figure("  training (T)", training_s, "s")
+    yield Figure("tokens trained at max_staleness 0", tokens_per_s, "/s")
+    yield Figure("  limit, (G + T) / max(G, T) times that", limit, "/s")
     for staleness, speeds in by_staleness.items():
-        if staleness == 0:
-            continue
-        tokens_per_s = median(speed.tokens_per_s for speed in speeds)
-        found += [
-            Figure(f"  tokens trained at max_staleness {staleness}", tokens_per_s, "/s"),
-            Figure("    staleness, mean", mean(speed.staleness for speed in speeds), "versions"),
-            Figure("    learner waits", mean(speed.wait_s / speed.step_s for speed in speeds), "of a step"),
-            Figure("    generator idle", mean(speed.generator_idle for speed in speeds), "of a step"),
-            Figure(f"    of the limit, {lengths}, {staleness}", tokens_per_s / limit, "", Goal(">=", SHARE_OF_LIMIT)),
-        ]
-    return found
+        if staleness:
+            tokens_per_s = median(speed.tokens_per_s for speed in speeds)
+            yield Figure(f"tokens trained at max_staleness {staleness}", tokens_per_s, "/s")
+            yield Figure("  staleness, mean", mean(speed.staleness for speed in speeds), "versions")
+            yield Figure("  learner waits", mean(speed.wait_s / speed.step_s for speed in speeds), "of a step")
+            yield Figure("  generator idle", mean(speed.generator_idle for speed in speeds), "of a step")
+            yield Figure(f"  of the limit, {staleness}", tokens_per_s / limit, "", SHARE_OF_LIMIT)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The runs."""
-    add, lengths = parser.add_argument, ("fixed", "log-normal")
-    add("--lengths", nargs="+", choices=lengths, default=lengths, help="distributions of the answers' lengths")
+    add = parser.add_argument
     add("--staleness", nargs="+", type=at_least(0), default=[1, 2, 4], help="values of max_staleness besides 0")
     add("--steps", type=at_least(1), default=40, help="measured steps of a run")
     add("--groups-per-step", type=at_least(1), default=8, help="groups of 8 answers in a step")
@@ -165,26 +151,23 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("pipeline needs two cores, one for the generator and one for the learner")
-    details = {}
+    speeds: dict[int, list[Speed]] = defaultdict(list)
     with Workers.start() as workers:
         model = workers.folder / "model"
         build_digits_model(model, seed=0)  # for its tokenizer
         policy: Any = build_policy(THREE_MILLION)
         policy.save_pretrained(model)
         figures.show(Figure("parameters", policy.num_parameters() / 1e6, "million"))
-        for lengths in options.lengths:
-            speeds: dict[int, list[Speed]] = defaultdict(list)
-            for staleness in interleave(options.rounds, sorted({0, *options.staleness})):
-                config = run_config(
-                    workers.folder,
-                    f"{lengths}-{staleness}-{len(speeds[staleness])}",
-                    model=model,
-                    staleness=staleness,
-                    steps=options.steps,
-                    groups_per_step=options.groups_per_step,
-                    engine=options.engine,
-                )
-                speeds[staleness].append(run(workers, config, lengths, cores[:2]))
-            figures.show(*figures_of(lengths, speeds))
-            details[lengths] = {staleness: [asdict(speed) for speed in found] for staleness, found in speeds.items()}
-    return details
+        for staleness in interleave(options.rounds, sorted({0, *options.staleness})):
+            config = run_config(
+                workers.folder,
+                f"staleness{staleness}-{len(speeds[staleness])}",
+                model=model,
+                staleness=staleness,
+                steps=options.steps,
+                groups_per_step=options.groups_per_step,
+                engine=options.engine,
+            )
+            speeds[staleness].append(run(workers, config, cores[:2]))
+    figures.show(*figures_of(speeds))
+    return {str(staleness): [asdict(speed) for speed in found] for staleness, found in speeds.items()}

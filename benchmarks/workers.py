@@ -133,22 +133,18 @@ class Workers:
                 yield Worker(self, child, pair)
 
     @contextlib.contextmanager
-    def run(
-        self,
-        config: RunConfig,
-        *,
-        rollout: str = "slipstream.rollout_servers.cli",
-        cores: Sequence[int] | None = None,
-        environment: Mapping[str, str] = ONE_THREAD,
-    ) -> Iterator[dict[str, Child]]:
+    def run(self, config: RunConfig, *, cores: Sequence[int] | None = None) -> Iterator[dict[str, Child]]:
         """The four processes of a run, by name: redis, buffer, rollout, learner.
 
         Args:
-            rollout: module of the rollout server.
             cores: of the rollout server, and of the other processes; None: any.
         """
         name, file = config.run.name, self.write_config(config)
-        modules = {"buffer": "slipstream.buffer.cli", "rollout": rollout, "learner": "slipstream.learner.cli"}
+        modules = {
+            "buffer": "slipstream.buffer.cli",
+            "rollout": "slipstream.rollout_servers.cli",
+            "learner": "slipstream.learner.cli",
+        }
         children: dict[str, Child] = {}
 
         def add(role: str, process: contextlib.AbstractContextManager[Child]) -> None:
@@ -160,7 +156,7 @@ class Workers:
             add("redis", self.command(f"{name}-redis", redis_command(config.redis, config.paths.redis)))
             wait_until_ready(config.redis, REDIS_DEADLINE_S, pause=self.pause)
             for role, module in modules.items():
-                add(role, self.process(f"{name}-{role}", module, file, environment=environment))
+                add(role, self.process(f"{name}-{role}", module, file))
             yield children
 
     def write_config(self, config: RunConfig) -> str:

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.__main__ import command
 from benchmarks.demo import DEMO, trl_task
 from benchmarks.pipeline import Speed, figures_of
-from benchmarks.pipeline_server import MEAN_TOKENS, MOST_TOKENS, draw
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from tests.benchmarks.conftest import Measure, with_goals
@@ -17,7 +15,7 @@ DEMO_CHANGES = (
     "learner.steps=12 learner.groups_per_step=4 learner.optimizer.warmup_steps=0 "
     "rollout.engine.name=hf rollout.engine.kv_cache_bytes=null"
 )
-PIPELINE = "--steps 2 --groups-per-step 1 --lengths log-normal --staleness 1 --engine hf"
+PIPELINE = "--steps 2 --groups-per-step 1 --staleness 1 --engine hf"
 
 
 def test_demo_without_trl(measured: Measure) -> None:
@@ -45,28 +43,17 @@ def test_trl_has_the_demos_tasks_and_settings() -> None:
 
 def test_pipeline(measured: Measure) -> None:
     record = measured("pipeline", PIPELINE)
-    assert with_goals(record) == {"of the limit, log-normal, 1"}
-    ((synchronous,), (stale,)) = record["details"]["log-normal"].values()
+    assert with_goals(record) == {"of the limit, 1"}
+    ((synchronous,), (stale,)) = record["details"].values()
     assert synchronous["staleness"] == 0
     assert stale["staleness"] > 0
-    assert MEAN_TOKENS not in (synchronous["answer_tokens"], stale["answer_tokens"])  # lengths were drawn
 
 
 def test_limit_is_the_longer_phase() -> None:
-    phases = {"generator_idle": 0.0, "answer_tokens": 64.0}
     runs = {
-        0: [Speed(tokens_per_s=100, step_s=4, wait_s=1, staleness=0, **phases)],
-        1: [Speed(tokens_per_s=120, step_s=10 / 3, wait_s=0.3, staleness=1, **phases)],
+        0: [Speed(tokens_per_s=100, step_s=4, wait_s=1, staleness=0, generator_idle=0)],
+        1: [Speed(tokens_per_s=120, step_s=10 / 3, wait_s=0.3, staleness=1, generator_idle=0)],
     }
-    values = {figure.name.strip(): figure.value for figure in figures_of("fixed", runs)}
+    values = {figure.name.strip(): figure.value for figure in figures_of(runs)}
     assert values["limit, (G + T) / max(G, T) times that"] == pytest.approx(400 / 3)
-    assert values["of the limit, fixed, 1"] == pytest.approx(0.9)
-
-
-def test_log_normal_lengths_keep_mean_and_bounds() -> None:
-    lengths = draw("log-normal", 20_000, np.random.default_rng(0))
-    assert np.mean(lengths) == pytest.approx(MEAN_TOKENS, rel=0.05)
-    assert min(lengths) >= 1
-    assert max(lengths) == MOST_TOKENS
-    assert np.median(lengths) < 0.7 * MEAN_TOKENS
-    assert draw("fixed", 3, np.random.default_rng(0)) == [MEAN_TOKENS] * 3
+    assert values["of the limit, 1"] == pytest.approx(0.9)
