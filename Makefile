@@ -54,37 +54,38 @@ format: setup
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
+# Figures are kept in benchmarks/results, with facts about the machine; elsewhere: ARGS="--json FILE"
 bench: bench-buffer bench-weights
 
 # Throughput, latency and memory of the buffer. A search for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
-	@$(BIN)/slipstream bench buffer $(ARGS)
+	@$(BIN)/python -m benchmarks buffer $(ARGS)
 
 # The demo in turns with TRL, for which an environment of 1.5 GB is made in .trl the first time: 6 minutes on idle cores
 bench-demo: setup
-	@PYTHON="$(PYTHON)" sh tools/bench/setup_trl.sh .trl
-	@$(BIN)/slipstream bench demo --trl-python .trl/bin/python $(ARGS)
+	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
+	@$(BIN)/python -m benchmarks demo --trl-python .trl/bin/python $(ARGS)
 
 # A learner's step in turns with a plain loop and TRL (installed as for bench-demo): 10 minutes on idle cores
 bench-learner: setup
-	@PYTHON="$(PYTHON)" sh tools/bench/setup_trl.sh .trl
-	@$(BIN)/slipstream bench learner --trl-python .trl/bin/python $(ARGS)
+	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
+	@$(BIN)/python -m benchmarks learner --trl-python .trl/bin/python $(ARGS)
 
 # Sharing of work among 256 rollout servers without engines
 bench-fleet: setup
-	@$(BIN)/slipstream bench fleet $(ARGS)
+	@$(BIN)/python -m benchmarks fleet $(ARGS)
 
 # Speed and stall of weight updates. One part: make bench-weights ARGS="--parts transfers"
 bench-weights: setup
-	@$(BIN)/slipstream bench weights $(ARGS)
+	@$(BIN)/python -m benchmarks weights $(ARGS)
 
 # Tokens trained per second by bound of staleness, on two cores: 10 minutes, and only on an idle machine
 bench-pipeline: setup
-	@$(BIN)/slipstream bench pipeline $(ARGS)
+	@$(BIN)/python -m benchmarks pipeline $(ARGS)
 
 # Each objective trained on data that is k steps old: half an hour on two cores
 bench-staleness: setup
-	@$(BIN)/slipstream bench staleness $(ARGS)
+	@$(BIN)/python -m benchmarks staleness $(ARGS)
 
 clean:
 	rm -rf .venv .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

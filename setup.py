@@ -6,8 +6,6 @@ The folders at the root of the checkout are installed below `slipstream`, becaus
 
 from setuptools import find_packages, setup
 
-NOT_INSTALLED = ("bench", "bench.*")
-"""Benches run in a checkout."""
 FOLDERS = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
 
 setup(
@@ -15,10 +13,9 @@ setup(
     packages=[
         f"slipstream.{package}"
         for folder in FOLDERS
-        for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder, exclude=NOT_INSTALLED)))
+        for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder)))
     ],
     package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
-    exclude_package_data={"slipstream.tools": ["bench/**"]},
     include_package_data=False,  # otherwise the wheel gets what MANIFEST.in adds to the sdist
 )

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 # Before anything imports torch: its threads would spin on cores that other processes of a test need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# For `benchmarks`, which is not installed; last, because `env` and `tools` are folders there too.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # The same examples each time, so that a failure is due to a change; no deadlines, because machines may be busy.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -28,10 +27,6 @@ COMMANDS = {
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "summary": ("slipstream.tools.report:command", "show the figures of a finished run and redraw its curves"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
-    "bench": (
-        "slipstream.tools.bench.cli:command",
-        "measure the buffer, the weight updates, the whole pipeline, and learning from stale data",
-    ),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
 }
@@ -73,6 +68,7 @@ ELSEWHERE: Mapping[str, str] = {
         ("eval", "evaluate", "test"), "`slipstream up` evaluates, as the section `eval` of the configuration says"
     ),
     **dict.fromkeys(("doctor", "validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("bench", "benchmark"), "`python -m benchmarks`, in a checkout of the repository, measures"),
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
     **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
@@ -104,8 +100,6 @@ def dispatch(
         metavar: name of the first argument in the help.
         version: printed by `--version`; None: there is no such option.
         elsewhere: answers to commands that there are not.
-
-    Raises: ConfigError when the command is not installed.
     """
     width = max(map(len, commands))
     parser = argparse.ArgumentParser(
@@ -124,7 +118,6 @@ def dispatch(
         parser.error(_unknown(name, metavar, commands, elsewhere))
     target, _ = commands[name]
     module, _, function = target.partition(":")
-    _require_installed(module)
     code: int = getattr(import_module(module), function)(parsed.arguments)
     return code
 
@@ -207,15 +200,6 @@ def _run(argv: Sequence[str] | None) -> int:
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _require_installed(module: str) -> None:
-    """Raises: ConfigError for the benches outside of a checkout: the wheel leaves them out."""
-    from slipstream.configs.runtime.errors import ConfigError
-
-    package = module.rpartition(".")[0]
-    if find_spec(package) is None:
-        raise ConfigError(f"{package} is not installed: benches come with a checkout of the repository; run them there")
 
 
 def _require_working_directory() -> None:

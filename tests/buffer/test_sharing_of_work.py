@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 
+from benchmarks.fleet import SimulatedFleet, spread
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
-from slipstream.tools.bench.fleet import SimulatedFleet, spread
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import serving
 

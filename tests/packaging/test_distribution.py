@@ -64,10 +64,9 @@ def sdist_names(built: Path) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_wheel_has_all_files_of_a_package(wheel: zipfile.ZipFile, package: str) -> None:
-    expected = {f"slipstream/{name}" for name in files_of(package) if not name.startswith("tools/bench/")}
+    expected = {f"slipstream/{name}" for name in files_of(package)}
     assert f"slipstream/{package}/py.typed" in expected
     assert expected <= set(wheel.namelist())
-    assert not [name for name in wheel.namelist() if name.startswith("slipstream/tools/bench/")]
 
 
 def test_wheel_installs_only_the_packages(wheel: zipfile.ZipFile) -> None:
@@ -77,7 +76,9 @@ def test_wheel_installs_only_the_packages(wheel: zipfile.ZipFile) -> None:
 
 
 def test_sdist_has_tests_and_their_inputs(sdist_names: set[str]) -> None:
-    expected = {"Makefile", "constraints.txt", "docker-compose.yml"}.union(*map(files_of, (*PACKAGES, "tests")))
+    expected = {"Makefile", "constraints.txt", "docker-compose.yml"}.union(
+        *map(files_of, (*PACKAGES, "benchmarks", "tests"))
+    )
     assert expected <= sdist_names
 
 

@@ -12,11 +12,10 @@ from subprocess import PIPE, Popen
 import pytest
 
 from slipstream.tools import cli
-from slipstream.tools.bench.cli import PARTS
 from tests.tools.run_command import DEADLINE_S, DEMO, command, slipstream
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
-GROUPS = {"slipstream": cli.COMMANDS, "slipstream bench": PARTS, "slipstream ledger": cli.LEDGER_COMMANDS}
+GROUPS = {"slipstream": cli.COMMANDS, "slipstream ledger": cli.LEDGER_COMMANDS}
 
 
 @pytest.mark.parametrize("prog", GROUPS)
@@ -39,7 +38,7 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'burn'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["sft", "dpo", "dashboard", "serve", "status", "resume", "export", "merge"])
+@pytest.mark.parametrize("word", ["sft", "dpo", "dashboard", "serve", "status", "resume", "export", "bench"])
 def test_command_of_others_is_answered_with_what_there_is(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main([word])
@@ -50,16 +49,6 @@ def test_misspelt_command_is_answered_with_the_nearest(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         cli.main(["sumary"])
     assert "'summary'" in capsys.readouterr().err
-
-
-def test_bench_without_a_checkout_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "bench", ("slipstream.tools.not_installed.cli:command", "measure"))
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "buffer"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "checkout" in line
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

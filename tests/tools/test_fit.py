@@ -17,7 +17,7 @@ from slipstream.tools.fit import FitReport, command, fit, memory
 from slipstream.tools.memory import Estimator
 from tests.contract.families import write_family
 
-SHAPES = Path(__file__).parents[2] / "tools" / "bench" / "shapes"
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 ANSWERS_32K = SHAPES / "answers_32k.yaml"
 GB = 1e9
 TWO_GPUS_EACH = "rollout.engine.options.tensor_parallel_size=2"

@@ -1,0 +1,1 @@
+"""Measurements of the pipeline, from a checkout: `python -m benchmarks`."""

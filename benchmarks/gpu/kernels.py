@@ -1,0 +1,171 @@
+"""Time and memory of the head and of packed attention, by size of the tile and by kernel.
+
+# A actions, D hidden size, V vocabulary
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.results import CUDA, DEVICE, DTYPE, TINY, attempt, median_s, save, synchronise
+from benchmarks.head import Head, all_logits
+from slipstream.learner.models import fused_head
+from slipstream.learner.models.attention import segments_attention
+from slipstream.learner.models.fused_head import LogitRule, score_states
+
+FILE = "kernels.json"
+VOCABULARY, SIZES = (1024, [(64, 32)]) if TINY else (151_936, [(8192, 1024), (8192, 2048)])
+"""Of the head: actions and hidden size."""
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = (256, 4, 2, 32) if TINY else (8192, 16, 8, 128)
+TILES = range(21, 28)
+"""Logarithms of the numbers of logits in a tile."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def head() -> None:
+    """The fused head beside all logits."""
+    tile = fused_head.TILE[DEVICE.type]
+    for actions, hidden in SIZES:
+        name = f"head {actions} x {hidden} x {VOCABULARY}"
+
+        def measure(title: str, step: Head, name: str = name, actions: int = actions, hidden: int = hidden) -> None:
+            attempt(FILE, f"{name}, {title}", lambda: _both_passes(step, actions, hidden))
+
+        measure("all logits", all_logits)
+        if not TINY:
+            measure("compiled all logits", torch.compile(all_logits))
+        measure("kept", _fused(kept_bytes=1 << 33))
+        measure("with entropy", _fused(entropy="value"))
+        for power in TILES:
+            fused_head.TILE[DEVICE.type] = 1 << power
+            measure(f"tile 2**{power}", _fused())
+        fused_head.TILE[DEVICE.type] = tile
+
+
+def _fused(**options: Any) -> Head:
+    def head(states_AD: Tensor, weight_VD: Tensor, actions_A: Tensor) -> Tensor:
+        return score_states(states_AD, weight_VD, None, actions_A, LogitRule(), **options).logprobs_A
+
+    return head
+
+
+def _both_passes(step: Head, actions: int, hidden: int) -> dict[str, float | None]:
+    torch.manual_seed(0)
+    states_AD = torch.randn(actions, hidden, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    weight_VD = (torch.randn(VOCABULARY, hidden, device=DEVICE) / hidden**0.5).to(DTYPE).requires_grad_()
+    actions_A = torch.randint(VOCABULARY, (actions,), device=DEVICE)
+
+    def both() -> None:
+        states_AD.grad = weight_VD.grad = None
+        torch.autograd.backward(step(states_AD, weight_VD, actions_A).mean())
+
+    before = 0
+    if CUDA:
+        both()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated() - states_AD.nbytes - weight_VD.nbytes  # gradients
+        torch.cuda.reset_peak_memory_stats()
+    seconds = median_s(both, 5, 1)
+    flops = 6 * actions * hidden * VOCABULARY
+    peak_mb = (torch.cuda.max_memory_allocated() - before) / 1e6 if CUDA else None
+    return {"ms": 1e3 * seconds, "peak_mb": peak_mb, "matrix_tflops": flops / seconds / 1e12}
+
+
+def attention() -> None:
+    """Packs of equal and of mixed lengths: `segments_attention` with each kernel of torch, beside varlen and flex."""
+    packs = {"one sequence": [TOKENS], "16 equal": [TOKENS // 16] * 16, "mixed": _mixed(0)}
+    save(FILE, "attention, mixed lengths", packs["mixed"])
+    if CUDA:
+        for dtype in (DTYPE, torch.float32):
+            query, key, value = (each.to(dtype) for each in _inputs())
+            chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True)
+            save(FILE, f"attention, kernel for {dtype} (1 flash, 2 efficient, 3 cudnn, 0 math)", chosen)
+    attempt(FILE, "attention, new lengths each time", _new_lengths)
+    for name, lengths in packs.items():
+        cases: dict[str, tuple[Attend, list[SDPBackend]]] = {"segments": (_segments(lengths), [])}
+        if CUDA:
+            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+                cases[f"segments, {backend.name}"] = (_segments(lengths), [backend])
+            cases["varlen"] = (_varlen(lengths), [])
+            cases["flex"] = (_flex(lengths), [])
+        for title, (attend, backends) in cases.items():
+            attempt(FILE, f"attention, {name}: {title}", lambda call=attend, use=backends: _attend(call, use))  # type: ignore[misc]
+
+
+def _mixed(seed: int) -> list[int]:
+    rng, lengths = np.random.default_rng(seed), list[int]()
+    while sum(lengths) < TOKENS:
+        length = int(rng.integers(max(2, TOKENS // 128), TOKENS // 8))
+        lengths.append(min(length, TOKENS - sum(lengths)))
+    return sorted(lengths, reverse=True)
+
+
+def _inputs() -> list[Tensor]:
+    return [
+        torch.randn(1, heads, TOKENS, HEAD_DIM, device=DEVICE, dtype=DTYPE, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def _attend(attend: Attend, backends: list[SDPBackend]) -> dict[str, float]:
+    query, key, value = _inputs()
+
+    def both() -> None:
+        query.grad = key.grad = value.grad = None
+        attend(query, key, value).sum().backward()
+
+    if not backends:
+        return {"ms": 1e3 * median_s(both)}
+    with sdpa_kernel(backends):
+        return {"ms": 1e3 * median_s(both)}
+
+
+def _segments(lengths: Sequence[int]) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return segments_attention(torch.nn.Module(), query, key, value, None, segment_lengths=tuple(lengths))[0]
+
+    return attend
+
+
+def _new_lengths() -> dict[str, list[float]]:
+    """Packs whose lengths were never seen, as in training."""
+    inputs, times = _inputs(), []
+    for number in range(6):
+        attend = _segments(_mixed(100 + number))
+        synchronise()
+        began = time.perf_counter()
+        attend(*inputs).sum().backward()
+        synchronise()
+        times.append(1e3 * (time.perf_counter() - began))
+    return {"ms": times}
+
+
+def _varlen(lengths: Sequence[int]) -> Attend:
+    from torch.nn.attention.varlen import varlen_attn  # not in each version of torch
+
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
+        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
+
+    return attend
+
+
+def _flex(lengths: Sequence[int]) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    counts = torch.tensor(list(lengths), device=DEVICE)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), counts)
+    mask = create_block_mask(
+        lambda b, h, q, k: (document[q] == document[k]) & (q >= k), None, None, TOKENS, TOKENS, device=str(DEVICE)
+    )
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda query, key, value: compiled(query, key, value, block_mask=mask, enable_gqa=True)

@@ -1,0 +1,231 @@
+"""Other loops on the same tasks; runs in an environment with torch, transformers and (but for `plain`) TRL.
+
+Usage: loops.py plain|trl|demo FOLDER. `FOLDER/case.json` has the step of `plain` and `trl` (see `learner.py`) or the
+tasks and settings of `demo` (see `demo.py`), `FOLDER/model` the initial model; writes `FOLDER/result.json`.
+"""
+
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+torch: Any = import_module("torch")
+transformers: Any = import_module("transformers")
+
+CLIP, CLIP_NORM = 0.2, 1.0
+Case = dict[str, Any]
+
+
+def load(folder: Path) -> Any:
+    """The initial model, in fp32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def plain_step(folder: Path, case: Case) -> Callable[[], None]:
+    """PPO on packed micro-batches: sequences end to end, their boundaries in the positions, and all logits."""
+    model = load(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case["lr"])
+    sequences, batches = case["sequences"], packed(case["sequences"], case["token_budget"])
+    total = sum(len(tokens) - 1 for tokens in sequences)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for rows in batches:
+            lengths = [len(sequences[row]) - 1 for row in rows]
+            ids = torch.cat([torch.tensor(sequences[row][:-1]) for row in rows])
+            actions = torch.cat([torch.tensor(sequences[row][1:]) for row in rows])
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            own = torch.tensor([case["advantages"][row] for row in rows])
+            advantages = own.repeat_interleave(torch.tensor(lengths))
+            logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+            logprobs = logits.log_softmax(-1).gather(1, actions[:, None])[:, 0]
+            ratio = (logprobs - logprobs.detach()).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            (-torch.minimum(ratio * advantages, clipped * advantages).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+
+    return step
+
+
+def packed(sequences: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Rows of each micro-batch, longest first, by first fit."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(sequences)), key=lambda row: -len(sequences[row])):
+        tokens = len(sequences[row]) - 1
+        index = next((index for index, left in enumerate(room) if left >= tokens), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[index].append(row)
+        room[index] -= tokens
+    return bins
+
+
+def grpo_trainer(model: Any, processing: Any, rows: list[dict[str, str]], reward: Any, **settings: Any) -> Any:
+    """TRL's GRPOTrainer on a CPU in fp32."""
+    trl, datasets = import_module("trl"), import_module("datasets")
+    usual = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "beta": 0.0}
+    return trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=trl.GRPOConfig(**usual, **settings),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=processing,
+    )
+
+
+def trl_step(folder: Path, case: Case) -> Callable[[], None]:
+    """The loss of TRL's GRPOTrainer on padded micro-batches, with its optimizer; generation is left out."""
+    trainer = grpo_trainer(
+        load(folder),
+        one_word_tokenizer(folder / "model"),
+        [{"prompt": "a"}] * 2,
+        lambda completions, **_: [0.0] * len(completions),
+        output_dir=str(folder / "trl"),
+        learning_rate=case["lr"],
+        num_generations=2,
+        per_device_train_batch_size=2,
+    )
+    trainer.create_optimizer()
+    # As `train` sets it; the loss of each micro-batch is already a share of all tokens'.
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
+    model = trainer.model.train()
+    batches = padded(case)
+
+    def step() -> None:
+        trainer.optimizer.zero_grad()
+        for batch in batches:
+            trainer.compute_loss(model, dict(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        trainer.optimizer.step()
+
+    return step
+
+
+def one_word_tokenizer(folder: Path) -> Any:
+    """The trainer wants a tokenizer, though nothing is encoded."""
+    words = import_module("tokenizers")
+    own = words.Tokenizer(words.models.WordLevel({"a": 0, "<pad>": 1, "<eos>": 2}, unk_token="a"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, pad_token="<pad>", eos_token="<eos>", name_or_path=str(folder)
+    )
+
+
+def padded(case: Case) -> list[Case]:
+    """Micro-batches of as many rows as fit the token budget when they have the mean length, in random order."""
+    sequences, advantages = case["sequences"], case["advantages"]
+    total = sum(len(tokens) - 1 for tokens in sequences)
+    rows = max(1, case["token_budget"] * len(sequences) // total)
+    order = random.Random(0).sample(range(len(sequences)), len(sequences))
+    batches = []
+    for first in range(0, len(order), rows):
+        chosen = order[first : first + rows]
+        answers = [torch.tensor(sequences[row][1:]) for row in chosen]
+        pad = torch.nn.utils.rnn.pad_sequence
+        prompts = torch.tensor([[sequences[row][0]] for row in chosen])
+        batches.append(
+            {
+                "prompt_ids": prompts,
+                "prompt_mask": torch.ones_like(prompts),
+                "completion_ids": pad(answers, batch_first=True, padding_value=1),
+                "completion_mask": pad([torch.ones_like(answer) for answer in answers], batch_first=True),
+                "advantages": torch.tensor([advantages[row] for row in chosen]),
+                "num_items_in_batch": torch.tensor(total),
+            }
+        )
+    return batches
+
+
+def measure_step(step: Callable[[], None], case: Case) -> dict[str, float]:
+    """Median duration of a step after a first one, and the process's peak memory."""
+    durations_s = []
+    for _ in range(1 + case["steps"]):
+        began = time.perf_counter()
+        step()
+        durations_s.append(time.perf_counter() - began)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert peak is not None, "Linux lists it"
+    return {"step_s": median(durations_s[1:]), "process_bytes": 1024 * int(peak[1])}
+
+
+def digit_match(completions: list[str], reference: list[str], **_: object) -> list[float]:
+    """Share of right digits, as the demo's reward."""
+    return [
+        sum(given == right for given, right in zip(text, wanted, strict=False)) / len(wanted)
+        for text, wanted in zip(completions, reference, strict=True)
+    ]
+
+
+class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
+    """Wall clock and CPU time of the training steps."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float] | None = None
+        self._steps = 0
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Called by the trainer."""
+        if self._began is None:
+            self._began = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Called by the trainer."""
+        self._steps += 1
+        self._ended = time.perf_counter(), time.process_time()
+
+    def means(self) -> dict[str, float]:
+        """Seconds and CPU seconds of a step."""
+        assert self._began is not None, "no step was made"
+        wall_s, cpu_s = (end - begin for begin, end in zip(self._began, self._ended, strict=True))
+        return {"step_s": wall_s / self._steps, "cpu_s": cpu_s / self._steps}
+
+
+def train_demo(folder: Path, case: Case) -> dict[str, float]:
+    """Trains as the demo does and evaluates: time and CPU time of a step, and the greedy score on held-out tasks."""
+    tokens = case["answer_tokens"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    model, clock = load(folder), StepClock()
+    trainer = grpo_trainer(
+        model,
+        tokenizer,
+        [{"prompt": prompt, "reference": reference} for prompt, reference in case["train"]],
+        digit_match,
+        output_dir=str(folder / "trl"),
+        save_strategy="no",
+        lr_scheduler_type="linear",
+        max_completion_length=tokens,
+        generation_kwargs={"min_new_tokens": tokens},  # no end of sequence, as with the demo's ignore_eos
+        **case["settings"],
+    )
+    trainer.add_callback(clock)
+    trainer.train()
+    inputs = tokenizer([prompt for prompt, _ in case["eval"]], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    with torch.inference_mode():
+        ids = model.eval().generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+    answers = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [answer == reference for answer, (_, reference) in zip(answers, case["eval"], strict=True)]
+    return clock.means() | {"score": right.count(True) / len(right)}
+
+
+def main(loop: str, folder: Path) -> None:
+    """Runs a loop and writes its result."""
+    case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(case["threads"])
+    if loop == "demo":
+        result = train_demo(folder, case)
+    else:
+        result = measure_step({"plain": plain_step, "trl": trl_step}[loop](folder, case), case)
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
