@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := learner rollout_servers buffer rewards env configs tools
+PACKAGES := learner rollout_servers models buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 

@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 
 NOT_INSTALLED = ("bench", "bench.*")
 """Benches run in a checkout."""
-FOLDERS = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
+FOLDERS = ("learner", "rollout_servers", "models", "buffer", "rewards", "env", "configs", "tools")
 
 setup(
     # Searched, not listed: a sub-package missing from a static list would silently be missing from the wheel.

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoImageProcessor
 
-from slipstream.configs.images import decode_image
-from slipstream.configs.models import takes_images
+from slipstream.models.architecture import takes_images
+from slipstream.models.images import decode_image
 from slipstream.rollout_servers.engines.base import PromptImage
 from slipstream.rollout_servers.tokenizer import PromptError
 

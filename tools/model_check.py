@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.configs import RunConfig
-from slipstream.configs.models import model_folder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.models.load import check_model
 from slipstream.learner.trainers.assemble import model_options
+from slipstream.models.folder import model_folder
 from slipstream.rollout_servers.engines.registry import engine_problems
 
 

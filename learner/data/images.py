@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from slipstream.configs.images import decode_image
-from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.models.architecture import takes_images
+from slipstream.models.images import decode_image
 
 CACHED_IMAGES: Final = 64
 """Processed images that are kept: the answers to one task share theirs."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from slipstream.configs.models import without_copies
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models.lora import base_name, merged_weights
+from slipstream.models.state_dict import without_copies
 
 
 class HfStateDict:

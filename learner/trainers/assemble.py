@@ -13,7 +13,6 @@ from slipstream.buffer.client.learner import BufferClient, new_incarnation
 from slipstream.buffer.identity import find_difference
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.models import initial_model, model_folder, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
@@ -44,6 +43,7 @@ from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.models.folder import initial_model, model_folder, model_problems
 
 log = get_log("learner.assemble")
 

@@ -9,7 +9,6 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
-from slipstream.configs.models import model_fingerprint, vocabulary_size
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -26,6 +25,8 @@ from slipstream.learner.trainers.evaluation import await_reports, engine_mismatc
 from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
+from slipstream.models.architecture import vocabulary_size
+from slipstream.models.folder import model_fingerprint
 
 log = get_log("learner.loop")
 

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
+from slipstream.models.digits import build_digits_model
 from slipstream.tools.bench.end_to_end import cpu_s
 from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser, interleave
 from slipstream.tools.bench.pipeline import run_processes

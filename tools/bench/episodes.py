@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.models.digits import build_digits_model
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import Policy

@@ -17,9 +17,9 @@ from statistics import mean, median
 from typing import Any
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.digits import build_digits_model
 from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_parser, interleave
 from slipstream.tools.bench.pipeline_server import LENGTHS_VARIABLE, MOST_TOKENS, Lengths
 from slipstream.tools.bench.weights_learner import Shape, build_policy, weights_config

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.env.registry import build_env
@@ -24,6 +23,7 @@ from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.assemble import build_trainer
 from slipstream.learner.trainers.step import Trainer
+from slipstream.models.folder import initial_model
 from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards

@@ -13,8 +13,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import adapter_tensor, require_peft, without_copies, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.adapters import adapter_tensor, require_peft
+from slipstream.models.folder import without_remote_code
+from slipstream.models.state_dict import without_copies
 from slipstream.rollout_servers.engines.base import EngineSettings, UpdateFailed, check_positions
 from slipstream.rollout_servers.engines.staging import Staging
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
-from slipstream.configs.models import router_sizes
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.architecture import router_sizes
 from slipstream.rollout_servers.engines.base import (
     Completion,
     DirectSource,

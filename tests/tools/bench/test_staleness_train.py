@@ -12,13 +12,13 @@ from slipstream.buffer.wire.codec import token_ids
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.models import initial_model
 from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.assemble import build_trainer
 from slipstream.learner.trainers.step import Trainer
+from slipstream.models.folder import initial_model
 from slipstream.rewards.functions.match import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness import DEMO
