@@ -57,9 +57,10 @@ class EngineConfig(Section):
 
     name: Literal["vllm", "sglang", "hf"] = "vllm"
     """`hf` is the generation of transformers: slow, for models that the other engines lack."""
-    core: Literal["inline", "process"] = "process"
+    core: Literal["auto", "inline", "process"] = "auto"
     """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: for GPUs. `inline` steps the
-    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU."""
+    engine in a thread of the server: half the CPU time per short answer, for small models on a CPU. `auto`: `inline` on
+    a host without a GPU, if `options` ask for one process."""
     python: UserPath | None = None
     """Interpreter of the environment with the engine's server (`sglang`); unset: this one."""
     max_model_len: int = Field(default=4096, ge=8)
@@ -81,7 +82,7 @@ class EngineConfig(Section):
         """Name of the direct transport into the engine's GPUs, if it has one."""
         if self.name == "sglang":
             return "nccl_sglang"
-        return "nccl" if self.name == "vllm" and self.core == "process" else None
+        return "nccl" if self.name == "vllm" and self.core != "inline" else None
 
 
 class RolloutConfig(Section):

@@ -11,7 +11,7 @@ from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.models.architecture import takes_images
 from slipstream.rollout_servers.engines.base import Engine, EngineSettings
-from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
+from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, has_gpu, prepare_environment
 
 log = get_log("rollout.engine")
 
@@ -36,7 +36,7 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
     name: str = settings.engine.name
     if name == "vllm":
-        name = f"vllm/{settings.engine.core}"
+        name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
         prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
     if name == "hf" and settings.return_experts:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
@@ -46,6 +46,15 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
         kind: Any = getattr(import_module(_ENGINES + module), engine)
     started: Engine = await kind.start(settings)
     return started
+
+
+def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
+    """`rollout.engine.core`, resolved for this host."""
+    if settings.engine.core != "auto":
+        return settings.engine.core
+    options = settings.engine.options
+    several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
+    return "process" if gpu or several or settings.weights.transport == "nccl" else "inline"
 
 
 def engine_problems(config: RunConfig, model: Path) -> list[str]:

@@ -18,6 +18,8 @@ BACKEND = "slipstream_nccl"
 """Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
 ADAPTER_ID = 1
 """vLLM's id of the adapter, where there is one."""
+PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options of engines that run in several processes."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
 SERVER_VARIABLE = "SLIPSTREAM_ROLLOUT_SERVER"
