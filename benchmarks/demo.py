@@ -14,9 +14,9 @@ from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.learner import add_trl_option, has_trl, run_loop
 from benchmarks.workers import Workers, cpu_s, free_port
 from slipstream.configs import RunConfig, load
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import load_config
 from slipstream.env.registry import build_env
+from slipstream.models.digits import build_digits_model
 from slipstream.tools.cli import at_least
 from slipstream.tools.follow import JsonLinesFollower
 

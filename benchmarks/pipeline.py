@@ -19,8 +19,8 @@ from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.weights_learner import Shape, build_policy, weights_config
 from benchmarks.workers import Workers, free_port
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.digits import build_digits_model
 from slipstream.tools.cli import at_least
 
 WARM_UP_STEPS = 5

@@ -20,7 +20,6 @@ from benchmarks.workers import serve
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
@@ -30,6 +29,7 @@ from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.models.folder import initial_model
 from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from slipstream.configs.images import MOST_IMAGES, MOST_PROMPT_BYTES, ImageError, read_image
 from slipstream.env.base import Message
+from slipstream.models.images import MOST_IMAGES, MOST_PROMPT_BYTES, ImageError, read_image
 
 _KINDS: Final = ("image", "image_url")
 """Types of a message's parts that are images."""

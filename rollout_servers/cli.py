@@ -94,11 +94,11 @@ async def _serve(config: "RunConfig", name: str) -> None:
     from contextlib import closing
 
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
-    from slipstream.configs.models import initial_model
     from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.env.base import has_sessions, offers_tools
     from slipstream.env.registry import build_env
+    from slipstream.models.folder import initial_model
     from slipstream.rewards.scorer import Scorer
     from slipstream.rollout_servers.env_check import env_problems
 

@@ -1,14 +1,11 @@
 """Images of prompts: decoded, and their placeholders repeated as often as the model has tokens for them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoImageProcessor
-
-from slipstream.configs.images import decode_image
-from slipstream.configs.models import takes_images
+from slipstream.models.architecture import takes_images
+from slipstream.models.image_processor import ImageProcessor
+from slipstream.models.images import decode_image
 from slipstream.rollout_servers.engines.base import PromptImage
 from slipstream.rollout_servers.tokenizer import PromptError
 
@@ -17,8 +14,7 @@ class ImagePlaceholders:
     """The placeholders of one model."""
 
     def __init__(self, model: Path) -> None:
-        self._processor: Any = AutoImageProcessor.from_pretrained(model)
-        self._token: int = json.loads((model / "config.json").read_text(encoding="utf-8"))["image_token_id"]
+        self._processor = ImageProcessor(model)
 
     @classmethod
     def of(cls, model: Path) -> "ImagePlaceholders | None":
@@ -34,21 +30,22 @@ class ImagePlaceholders:
 
         Raises: ImageError when an image can't be decoded; PromptError when placeholders and images don't match.
         """
-        places = [place for place, token in enumerate(token_ids) if token == self._token]
+        placeholder = self._processor.placeholder
+        places = [place for place, token in enumerate(token_ids) if token == placeholder]
         if len(places) != len(images):
             raise PromptError(f"{len(places)} placeholders of images in the prompt, for {len(images)} images")
         expanded, found, end = list[int](), list[PromptImage](), 0
         for place, encoded in zip(places, images, strict=True):
             pixels = decode_image(encoded)
             expanded += token_ids[end:place]
-            found.append(PromptImage(encoded, pixels, start=len(expanded), tokens=self._tokens(pixels)))
-            expanded += [self._token] * found[-1].tokens
+            tokens = self._tokens(pixels.width, pixels.height)
+            found.append(PromptImage(encoded, pixels, start=len(expanded), tokens=tokens))
+            expanded += [placeholder] * tokens
             end = place + 1
         return [*expanded, *token_ids[end:]], tuple(found)
 
-    def _tokens(self, pixels: Any) -> int:
+    def _tokens(self, width: int, height: int) -> int:
         try:
-            patches: int = self._processor.get_number_of_image_patches(pixels.height, pixels.width, {})
+            return self._processor.tokens(width, height)
         except ValueError as error:  # a shape that the model refuses, such as a line
-            raise PromptError(f"an image of {pixels.width} x {pixels.height} pixels: {error}") from error
-        return patches // int(self._processor.merge_size) ** 2
+            raise PromptError(f"an image of {width} x {height} pixels: {error}") from error

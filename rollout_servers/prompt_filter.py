@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env, Observation, Session, SessionEnv, Split, Task, has_sessions
 from slipstream.env.images import has_images, separate_images
 from slipstream.env.tools.session import ToolEnv
+from slipstream.models.images import ImageError
 from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer

@@ -15,12 +15,12 @@ from slipstream.buffer.wire.auth import BUFFER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.models import model_fingerprint
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
+from slipstream.models.folder import model_fingerprint
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import RESEND_S, Outbox
 from slipstream.rollout_servers.plugin_code import plugin_code

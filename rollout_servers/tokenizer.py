@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from slipstream.configs.models import vocabulary_size, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.runtime.logging import get_log
+from slipstream.models.architecture import vocabulary_size
+from slipstream.models.folder import without_remote_code
 
 log = get_log("rollout.tokenizer")
 

@@ -10,13 +10,13 @@ from safetensors.numpy import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from slipstream.configs.tiny_models import VISION, build_model
 from slipstream.env.builtin.colours import Colours
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import TokenSequence, pack
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
+from slipstream.models.tiny import VISION, build_model
 
 VOCABULARY = len(VISION.tokens)
 PLACEHOLDERS = tuple(range(2, 6))

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 from slipstream.configs.arguments import read_run_arguments, run_parser
-from slipstream.configs.images import ImageError
-from slipstream.configs.models import initial_model
-from slipstream.configs.models import model_problems as missing_models
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
@@ -27,6 +24,9 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
 from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
+from slipstream.models.folder import initial_model
+from slipstream.models.folder import model_problems as missing_models
+from slipstream.models.images import ImageError
 from slipstream.rewards.base import Episode, EpisodeTurn, Failure, FailureReason
 from slipstream.rewards.functions.by_source import BySource
 from slipstream.rewards.functions.code import Code

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.configs.arguments import read_run_arguments, run_parser
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
+from slipstream.models.folder import initial_model
 from slipstream.tools.cli import at_least
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
     # Imported here: torch takes seconds, and mistakes in the configuration are reported before.
     from transformers import AutoConfig
 
-    from slipstream.configs.models import without_remote_code
     from slipstream.learner.models.footprint import model_size
     from slipstream.learner.models.packing_check import as_config_error
     from slipstream.learner.parallel.mesh import MeshSizes, refuse
+    from slipstream.models.folder import without_remote_code
     from slipstream.tools.memory import Estimator, LearnerSetting
 
     with tempfile.TemporaryDirectory() as folder:  # a built model must not leave a run's folder

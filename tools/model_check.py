@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.configs import RunConfig
-from slipstream.configs.models import model_folder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.models.load import ModelOptions, check_model
+from slipstream.models.folder import model_folder
 from slipstream.rollout_servers.engines.registry import engine_problems
 
 

@@ -17,12 +17,12 @@ from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.tiny_models import CHATML_TOOLS
 from slipstream.configs.yaml_text import write_yaml
 from slipstream.env.base import Split
 from slipstream.env.registry import build_env, check_env_options, env_factory
+from slipstream.models.folder import initial_model
+from slipstream.models.tiny import CHATML_TOOLS
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import BUILT_IN as REWARDS
 from slipstream.rewards.scorer import Scorer

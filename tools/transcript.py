@@ -10,10 +10,10 @@ import numpy as np
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.configs.models import model_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.model import ModelConfig
+from slipstream.models.folder import model_folder
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""

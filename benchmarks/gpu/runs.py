@@ -15,7 +15,7 @@ from benchmarks.fit import MODEL
 from benchmarks.gpu.results import CUDA, DEVICE, DTYPE, OUT, TINY, WORK, attempt, save
 from benchmarks.step import Case, run_case, shape, write_model
 from benchmarks.workers import Workers
-from slipstream.configs.tiny_models import TEXT, build_model
+from slipstream.models.tiny import TEXT, build_model
 
 SHAPE = "Qwen3-0.6B"
 METRICS = (

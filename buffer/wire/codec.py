@@ -18,8 +18,8 @@ from slipstream.buffer.wire.messages import (
     Message,
     Trajectory,
 )
-from slipstream.configs.images import MOST_IMAGE_BYTES
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.models.images import MOST_IMAGE_BYTES
 
 COMPRESSED_FROM_BYTES = 4096
 """Smaller groups are not compressed: it would not be worth the time."""

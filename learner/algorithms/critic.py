@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.configs.models import model_folder
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.identity import require_same_tokens
@@ -23,6 +22,7 @@ from slipstream.learner.models.load import (
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.context import context_of
 from slipstream.learner.parallel.mesh import World
+from slipstream.models.folder import model_folder
 
 
 class ValueModel(nn.Module):

@@ -3,7 +3,6 @@
 # T tokens of a sequence, P patches of D values, I images
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoImageProcessor
 
-from slipstream.configs.images import decode_image
-from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.models.architecture import takes_images
+from slipstream.models.image_processor import ImageProcessor
 
 CACHED_IMAGES: Final = 64
 """Processed images that are kept: the answers to one task share theirs."""
@@ -42,11 +40,8 @@ class ImageReader:
     """Turns encoded images into the inputs of one model."""
 
     def __init__(self, model: Path) -> None:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        self._token: int = config["image_token_id"]
-        self._processor: Any = AutoImageProcessor.from_pretrained(model)
-        self._merge = int(self._processor.merge_size)
-        self._processed = lru_cache(CACHED_IMAGES)(self._process)
+        self._processor = ImageProcessor(model)
+        self._patches = lru_cache(CACHED_IMAGES)(self._processor.patches)
 
     @classmethod
     def of(cls, model: Path) -> "ImageReader | None":
@@ -58,17 +53,13 @@ class ImageReader:
 
         Raises: ImageError when an image can't be decoded, ImageMismatchError when the tokens don't fit the images.
         """
-        processed = [self._processed(encoded) for encoded in images]
-        grids = [tuple(map(int, grid)) for _, grid in processed]
-        positions_3T = rope_positions(token_ids, grids, token=self._token, merge=self._merge)
+        processed = [self._patches(encoded) for encoded in images]
+        grids = [grid for _, grid in processed]
+        processor = self._processor
+        positions_3T = rope_positions(token_ids, grids, token=processor.placeholder, merge=processor.merge)
         if not images:
             return None
         return SequenceImages(torch.cat([pixels for pixels, _ in processed]), torch.tensor(grids), positions_3T)
-
-    def _process(self, encoded: bytes) -> tuple[Tensor, list[int]]:
-        """Patches and grid of an image."""
-        found = self._processor(images=[decode_image(encoded)], return_tensors="pt")
-        return found["pixel_values"].float(), found["image_grid_thw"][0].tolist()
 
 
 def rope_positions(

@@ -8,12 +8,10 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
-from slipstream.configs.models import without_copies
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models.lora import base_name, merged_weights
+from slipstream.models.state_dict import saved_buffers, saved_parts
 
 
 class HfStateDict:
@@ -34,13 +32,12 @@ class HfStateDict:
         self._dtype = dtype
         self._parts: dict[str, Mapping[str, Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
-        saved = model.state_dict().keys()  # first: FSDP2 reshards in it
+        self._buffers = saved_buffers(model)  # first: FSDP2 reshards in it
         for parameter_name, parameter in model.named_parameters():
             name = base_name(parameter_name)
             if name is not None:
                 self._add(name, parameter.shape, dtype)
-        self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-        for name, buffer in self._buffers:
+        for name, buffer in self._buffers.items():
             self._add(name, buffer.shape, buffer.dtype)
 
     def gather(self) -> Iterable[tuple[str, Tensor]]:
@@ -48,7 +45,7 @@ class HfStateDict:
 
         Shards of several ranks are gathered in the dtype in which they are saved.
         """
-        for name, held in chain(merged_weights(self._model, dtype=self._dtype), self._buffers):
+        for name, held in chain(merged_weights(self._model, dtype=self._dtype), self._buffers.items()):
             whole = held.contiguous()
             for saved_as, part in self._parts[name].items():
                 start = whole.storage_offset() + part.storage_offset()
@@ -56,7 +53,7 @@ class HfStateDict:
 
     def _add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         whole = torch.empty(shape, dtype=dtype, device="meta")
-        parts = _parts(self._model, name, whole)
+        parts = saved_parts(self._model, {name: whole})
         for saved_as, part in parts.items():
             if saved_as in self.tensors or (part is not whole and part._base is not whole):
                 raise ConfigError(
@@ -65,12 +62,3 @@ class HfStateDict:
                 )
         self._parts[name] = parts
         self.tensors |= parts
-
-
-def _parts(model: nn.Module, name: str, whole: Tensor) -> Mapping[str, Tensor]:
-    """Views of a tensor of the model, under the names by which they are saved."""
-    if not isinstance(model, PreTrainedModel):
-        return {name: whole}
-    with without_copies(torch):
-        parts: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
-    return parts

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig
 
-from slipstream.configs.models import model_fingerprint, require_peft, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import LearnerConfig
@@ -36,6 +35,8 @@ from slipstream.learner.parallel.context import context_of, split_batches
 from slipstream.learner.parallel.fsdp import allocate, equalise, reshard, shard
 from slipstream.learner.parallel.mesh import World, refuse
 from slipstream.learner.parallel.plans import parallelise
+from slipstream.models.adapters import require_peft
+from slipstream.models.folder import model_fingerprint, without_remote_code
 
 log = get_log("learner.model")
 

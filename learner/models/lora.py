@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slipstream.configs.models import adapter_tensor, require_peft
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.parallel.fsdp import full_weights, reshard
+from slipstream.models.adapters import adapter_tensor, require_peft
 
 _NAME = "default"
 """peft's name of the only adapter of a layer."""

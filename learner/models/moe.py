@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream.configs.models import router_sizes
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.parallel.mesh import World
+from slipstream.models.architecture import router_sizes
 
 log = get_log("learner.moe")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from slipstream.configs.models import VISION_FAMILIES, placeholder_tokens
+from slipstream.models.architecture import VISION_FAMILIES, placeholder_tokens
 
 
 def auto_class(model_type: str) -> Any:

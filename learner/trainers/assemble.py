@@ -5,7 +5,6 @@ from typing import Any
 
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
@@ -14,6 +13,7 @@ from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
 from slipstream.learner.trainers.base import Trainer
 from slipstream.learner.trainers.setup import RankSetup
+from slipstream.models.folder import initial_model
 
 log = get_log("learner.assemble")
 

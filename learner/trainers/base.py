@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.models import model_problems
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
@@ -30,6 +29,7 @@ from slipstream.learner.export import export_model
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
+from slipstream.models.folder import model_problems
 
 log = get_log("learner.loop")
 

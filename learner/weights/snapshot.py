@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tensors
+from slipstream.buffer.wire.weights.layout import Checksums, layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.learner.data.packing import all_actions, pack
@@ -16,6 +16,7 @@ from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.lora import AdapterStateDict, adapter_config, has_adapters
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.models.vision import unsampled_tokens
+from slipstream.models.tensors import typed_view
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Snapshot:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""
-        return list(named_tensors(self.data, self.manifest.tensors, torch))
+        slices = tensor_slices(self.data, self.manifest.tensors)
+        return [(info.name, typed_view(part, info.dtype, info.shape)) for info, part in slices]
 
     def sealed(self) -> "Snapshot":
         """The same in host memory, with the checksums by which a receiver knows that it has what was sent."""

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.configs.models import placeholder_tokens
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.model import LoraConfig
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.models.architecture import placeholder_tokens
 from slipstream.rollout_servers.engines.staging import Staging
 
 

@@ -5,11 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
+from slipstream.models.architecture import takes_images
 from slipstream.rollout_servers.engines.base import Engine, EngineSettings
 from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, has_gpu, prepare_environment
 

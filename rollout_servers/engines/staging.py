@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tensors
+from slipstream.buffer.wire.weights.layout import Checksums, layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.models.tensors import typed_view
 
 
 class TransferFailed(SlipstreamError):
@@ -111,4 +112,5 @@ class Staging:
 
     def named_tensors(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         """Views of the tensors, with their names."""
-        return named_tensors(self._data, manifest.tensors, torch)
+        for info, part in tensor_slices(self._data, manifest.tensors):
+            yield info.name, typed_view(part, info.dtype, info.shape)

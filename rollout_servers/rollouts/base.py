@@ -10,10 +10,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
+from slipstream.models.images import ImageError
 from slipstream.rewards import base as rewards
 from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
 from slipstream.rollout_servers.images import ImagePlaceholders

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Thread
 from typing import Any
 
-from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
 from slipstream.env.images import has_images, separate_images
+from slipstream.models.images import ImageError
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
@@ -16,6 +15,7 @@ from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
 from slipstream.env.images import has_images, separate_images
+from slipstream.models.images import ImageError
 from slipstream.rewards.answers import majority
 from slipstream.rewards.base import Failure
 from slipstream.rewards.compose import EpisodeReward

@@ -19,7 +19,6 @@ from slipstream.buffer.wire.codec import token_ids
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step
@@ -27,6 +26,7 @@ from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.learner.trainers.rl.step import TrainStep
+from slipstream.models.folder import initial_model
 from slipstream.rewards.functions.match import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.benchmarks.conftest import Measure

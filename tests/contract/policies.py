@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, logging
 
-from slipstream.configs.digits_model import build_digits_model
+from slipstream.models.digits import build_digits_model
 from slipstream.rollout_servers.engines.base import Completion
 
 CONTEXT = 4096

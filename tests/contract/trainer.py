@@ -6,9 +6,10 @@ import msgspec
 import torch
 import xxhash
 
-from slipstream.buffer.wire.weights.layout import named_tensors
+from slipstream.buffer.wire.weights.layout import tensor_slices
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.models.tensors import typed_view
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.engines.staging import Staging
 from tests.contract.policies import policy_of, scores
@@ -48,9 +49,10 @@ class Trainer:
         parameters = list(policy.named_parameters())[: -1 if leave_out_last else None]
         tensors = [TensorInfo(name=name, dtype="float32", shape=list(each.shape)) for name, each in parameters]
         manifest = Manifest(version=version, tensors=tensors, bucket_bytes=1 << 20, evaluate=False)
-        staged = named_tensors(self.staging.begin(manifest), tensors, torch)
+        slices = tensor_slices(self.staging.begin(manifest), tensors)
         sums = []
-        for (_, memory), (_, parameter) in zip(staged, parameters, strict=True):
+        for (info, part), (_, parameter) in zip(slices, parameters, strict=True):
+            memory = typed_view(part, info.dtype, info.shape)
             memory.copy_(parameter.detach())
             sums.append(xxhash.xxh3_64_intdigest(memory.numpy().tobytes()))
         if probe is not None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.images import MOST_IMAGES, ImageError
 from slipstream.env.images import separate_images
+from slipstream.models.images import MOST_IMAGES, ImageError
 
 A, B = b"image a", b"image b"
 PLACE: dict[str, Any] = {"type": "image"}

@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.models.digits import EOS, TOKENS
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.server import RolloutServer

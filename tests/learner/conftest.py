@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
+from slipstream.models.digits import build_digits_model
 from tests.learner.recorded import RECORDED_STEPS, record, run_config, vivid
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
+from slipstream.models.digits import build_digits_model
 from tests.learner.recorded import VOCABULARY, step_groups
 
 LAYOUT = m.ExpertLayout(layers=2, per_token=2, experts=4)

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.export import export_model
 from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
+from slipstream.models.digits import build_digits_model
 from tests.full_disk import files_of_at_most
 from tests.learner.recorded import VOCABULARY, build_train_step, options_of, record, run_config, train
 

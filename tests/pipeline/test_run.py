@@ -189,7 +189,7 @@ def test_samples_of_steps_and_evaluations_are_kept(finished: Pipeline) -> None:
 
 
 def test_the_initial_model_is_the_same_for_the_same_seed(finished: Pipeline, tmp_path: Path) -> None:
-    from slipstream.configs.digits_model import build_digits_model
+    from slipstream.models.digits import build_digits_model
 
     build_digits_model(tmp_path / "again", seed=0)
     again = (tmp_path / "again" / "model.safetensors").read_bytes()

@@ -5,7 +5,7 @@ from multiprocessing.context import ForkServerContext
 import numpy as np
 
 from slipstream.buffer.wire import codec
-from slipstream.configs.digits_model import EOS, TOKENS
+from slipstream.models.digits import EOS, TOKENS
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train
 from tests.pipeline.test_synchronous import trained_groups

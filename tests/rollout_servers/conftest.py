@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import build_digits_model
+from slipstream.models.digits import build_digits_model
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import Completion

@@ -8,9 +8,9 @@ from pathlib import Path
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import TOKENS
 from slipstream.env.base import Env
 from slipstream.env.registry import build_env
+from slipstream.models.digits import TOKENS
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import (
     Completion,

@@ -10,10 +10,10 @@ import pytest
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, decode_group, encode_group, token_ids
 from slipstream.configs import RunConfig
-from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.env.builtin.colours import Colours
+from slipstream.models.images import ImageError
 from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.images import ImagePlaceholders

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.digits_model import TOKENS
 from slipstream.env.registry import build_env
+from slipstream.models.digits import TOKENS
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.player import Player, Unscored
 from tests.rollout_servers.fake_buffer import CUT, DEADLINE_S, DONE, StartServer, eval_ticket, ticket

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.tiny_models import PAD
+from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.tiny import PAD
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 from tests.remote_code import with_remote_code
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split, Task
+from slipstream.models.digits import build_digits_model
 from slipstream.rewards.base import RewardUnavailable
 from slipstream.tools.check import command
 from slipstream.tools.play import command as play

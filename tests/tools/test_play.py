@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers.utils.logging import enable_progress_bar
 
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.digits import build_digits_model
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.tools.play import build_bytes_model, command
 from tests.tools.run_command import DEMO

@@ -9,9 +9,9 @@ import pytest
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.metrics.samples import SampleStore
+from slipstream.models.folder import initial_model
 from slipstream.tools.samples import command
 from tests.tools.run_command import demo_config
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
 from slipstream.configs.load import create_run_folder, load_config
-from slipstream.configs.models import initial_model
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.configs.runtime.temporary import remove_leftovers
 from slipstream.configs.schema.buffer import RedisConfig
+from slipstream.models.folder import initial_model
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems

@@ -59,10 +59,10 @@ def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[lis
     return buckets
 
 
-def named_tensors(data: Any, tensors: Sequence[TensorInfo], torch: Any) -> Iterator[tuple[str, Any]]:
-    """Views of the tensors in a uint8 tensor that `layout` orders, with their names; `torch` is the module."""
+def tensor_slices(data: Any, tensors: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Any]]:
+    """Each tensor and its slice of a buffer that `layout` orders."""
     for info, offset in zip(tensors, layout(tensors)[0], strict=True):
-        yield info.name, data[offset : offset + info.size_bytes].view(getattr(torch, info.dtype)).view(info.shape)
+        yield info, data[offset : offset + info.size_bytes]
 
 
 class TensorFileError(SlipstreamError):
@@ -72,8 +72,8 @@ class TensorFileError(SlipstreamError):
 def tensor_pieces(version: int, tensors: Sequence[TensorInfo], data: memoryview) -> Iterable[bytes | memoryview]:
     """Pieces of a safetensors file with a version's bytes, which `layout` orders in `data`."""
     yield _header(version, tensors)
-    for info, offset in zip(tensors, layout(tensors)[0], strict=True):
-        yield data[offset : offset + info.size_bytes]
+    for _, part in tensor_slices(data, tensors):
+        yield part
 
 
 def read_tensors(path: Path, version: int, tensors: Sequence[TensorInfo], into: memoryview) -> None:
@@ -82,8 +82,8 @@ def read_tensors(path: Path, version: int, tensors: Sequence[TensorInfo], into: 
     with path.open("rb", buffering=0) as file:
         if file.read(len(header)) != header:
             raise TensorFileError(f"{path} does not hold version {version} of these {len(tensors)} tensors")
-        for info, offset in zip(tensors, layout(tensors)[0], strict=True):
-            read_exactly(file, into[offset : offset + info.size_bytes])
+        for _, part in tensor_slices(into, tensors):
+            read_exactly(file, part)
         if file.read(1):
             raise TensorFileError(f"{path} goes on after its last tensor")
 

@@ -9,7 +9,6 @@ from torch import nn
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.configs import RunConfig
-from slipstream.configs.models import model_folder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
@@ -34,6 +33,7 @@ from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")
 

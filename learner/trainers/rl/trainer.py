@@ -13,7 +13,6 @@ from slipstream.buffer.client.learner import new_incarnation
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.models import model_fingerprint, model_problems, vocabulary_size
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -39,6 +38,8 @@ from slipstream.learner.trainers.rl.parts import (
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
+from slipstream.models.architecture import vocabulary_size
+from slipstream.models.folder import model_fingerprint, model_problems
 
 log = get_log("learner.loop")
 

@@ -10,31 +10,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import adapter_tensor, require_peft, without_copies, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.adapters import adapter_tensor, require_peft
+from slipstream.models.folder import without_remote_code
+from slipstream.models.state_dict import published_buffers, saved_parts
 from slipstream.rollout_servers.engines.base import EngineSettings, UpdateFailed, check_positions
 from slipstream.rollout_servers.engines.staging import Staging
 
 # B sequences, T tokens in the cache (padding on the left), N new tokens, V vocabulary
-
-
-def saved_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of tensors of a model, under the names and in the pieces in which transformers saves them."""
-    with without_copies(torch):
-        pieces: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return pieces
-
-
-def saved_buffers(model: Any) -> dict[str, Tensor]:
-    """Buffers that are published, by name in memory, such as the bias by which experts are chosen.
-
-    Integer tables are saved, but not published.
-    """
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
 class Policy:
@@ -61,12 +46,12 @@ class Policy:
         self._adapter: dict[str, Any] | None = None
         if settings.lora is not None:
             require_peft()
-        buffers = saved_buffers(model)
+        buffers = published_buffers(model)
         for buffer in buffers.values():
             buffer.data = buffer.float()  # their dtype in the learner and in a manifest
-        parameters = saved_form(model, dict(model.named_parameters()))
+        parameters = saved_parts(model, dict(model.named_parameters()))
         self._held = {name: (parameter, self._dtype) for name, parameter in parameters.items()} | {
-            name: (buffer, torch.float32) for name, buffer in saved_form(model, buffers).items()
+            name: (buffer, torch.float32) for name, buffer in saved_parts(model, buffers).items()
         }
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)

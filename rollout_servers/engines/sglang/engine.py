@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_remote_code
+from slipstream.models.folder import without_remote_code
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     BaseEngine,

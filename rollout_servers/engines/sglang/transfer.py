@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
-from slipstream.configs.models import router_sizes
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.architecture import router_sizes
+from slipstream.models.state_dict import published_buffers, saved_parts
 from slipstream.rollout_servers.engines.base import (
     Completion,
     DirectSource,
@@ -32,7 +33,6 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.hf.model import saved_buffers, saved_form
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
@@ -95,7 +95,7 @@ class Tensors:
         """Tensors of the model that transformers builds from a configuration, as the learner does."""
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-        published = saved_form(model, dict(model.named_parameters()) | saved_buffers(model))
+        published = saved_parts(model, dict(model.named_parameters()) | published_buffers(model))
         return cls({name: tuple(tensor.shape) for name, tensor in published.items()})
 
     def check(self, manifest: Manifest) -> None:

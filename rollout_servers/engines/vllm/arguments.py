@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from slipstream.configs.images import MOST_IMAGES
-from slipstream.configs.models import has_latent_attention, takes_images
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.models.architecture import has_latent_attention, takes_images
+from slipstream.models.images import MOST_IMAGES
 from slipstream.rollout_servers.engines.base import EngineSettings
 
 CPU_KV_CACHE_BYTES = 1 << 30

@@ -27,9 +27,10 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from slipstream.buffer.wire.weights.layout import layout, named_tensors
+from slipstream.buffer.wire.weights.layout import layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
+from slipstream.models.tensors import typed_view
 from slipstream.rollout_servers.engines.vllm.adapter import use_one_adapter
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
@@ -84,7 +85,8 @@ class StagedWorker:
         if (self._mapped[0], self._mapped[1].numel()) != (path, size):
             self._mapped = (path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
         try:
-            self.stage(list(named_tensors(self._mapped[1], infos, torch)), adapter)
+            slices = tensor_slices(self._mapped[1], infos)
+            self.stage([(info.name, typed_view(part, info.dtype, info.shape)) for info, part in slices], adapter)
         except Exception as error:  # noqa: BLE001  (vLLM raises anything; the reason is passed on)
             return repr(error)
         return None

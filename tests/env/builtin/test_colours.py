@@ -2,9 +2,9 @@
 
 import pytest
 
-from slipstream.configs.images import decode_image
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.builtin.colours import COLOURS, Colours
+from slipstream.models.images import decode_image
 
 
 def nearest(picture: bytes) -> str:

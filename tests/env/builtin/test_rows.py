@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.builtin.rows import Rows
-from tests.configs.hub import serve_hub
+from tests.models.hub import serve_hub
 
 Row = dict[str, Any]
 Write = Callable[..., Path]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.tiny_models import PAD
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls
+from slipstream.models.tiny import PAD
 from tests.env.tools.test_parsers import FORMATS, joined, written
 
 pytest.importorskip("vllm")

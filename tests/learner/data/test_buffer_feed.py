@@ -19,7 +19,6 @@ from structlog.testing import capture_logs
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
@@ -28,6 +27,7 @@ from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData, ex
 from slipstream.learner.parallel.mesh import MeshSizes, World
 from slipstream.learner.trainers.rl import parts
 from slipstream.learner.trainers.rl.parts import build_feed
+from slipstream.models.folder import initial_model
 from tests.learner.served import DEADLINE_S, LEARNER, RolloutServer, served_sections, serving
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from slipstream.configs.images import ImageError
 from slipstream.env.builtin.colours import Colours
 from slipstream.learner.data.images import ImageMismatchError, ImageReader, rope_positions
+from slipstream.models.images import ImageError
 from tests.vision import IMAGE_TOKEN, write_vision_model
 
 IMAGES = tuple(Colours(images=2).task("train", 0).images)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config, load_config
-from slipstream.configs.models import initial_model
 from slipstream.configs.paths import RunPaths, checkpoint_steps
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.signals import GracefulStop
@@ -26,6 +25,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.registry import TRAINERS, find_trainer
 from slipstream.learner.trainers.setup import RankSetup
+from slipstream.models.folder import initial_model
 from tests.conftest import free_port
 from tests.learner.recorded import VOCABULARY
 from tests.learner.trainers.next_token import NextToken

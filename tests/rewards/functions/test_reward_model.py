@@ -21,9 +21,9 @@ import torch
 import xxhash
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
+from slipstream.models.digits import build_digits_model
 from slipstream.rewards.base import Episode, Failure, Result, RewardUnavailable, Score
 from slipstream.rewards.functions.reward_model import RewardModel
 from slipstream.rewards.registry import find_reward

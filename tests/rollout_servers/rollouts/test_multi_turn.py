@@ -14,11 +14,11 @@ import structlog
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.models.digits import EOS, TOKENS
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer

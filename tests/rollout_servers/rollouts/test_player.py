@@ -13,9 +13,9 @@ import pytest
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.env.base import Env, Split, Task
 from slipstream.env.builtin.mix import Mix, Part
+from slipstream.models.digits import EOS, TOKENS
 from slipstream.rewards.base import Episode, Score
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, Request, RequestRefused

@@ -16,7 +16,7 @@ from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
-from slipstream.configs.models import initial_model
+from slipstream.models.folder import initial_model
 from slipstream.tools.ledger import export
 from slipstream.tools.transcript import decoder_of
 from tests.buffer.groups import trajectory

@@ -13,7 +13,7 @@ from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.models import initial_model
+from slipstream.models.folder import initial_model
 from tests.buffer.groups import train_group
 from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
 

@@ -13,7 +13,6 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.models import model_fingerprint
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.learner.checkpoint import load_checkpoint, save_checkpoint
@@ -22,6 +21,7 @@ from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.trainer import RLState
+from slipstream.models.folder import model_fingerprint
 from tests.learner.recorded import build_train_step, weights_of
 from tests.learner.trainers.rl.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 

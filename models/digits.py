@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.configs.tiny_models import PAD, TinyModel, build_model
+from slipstream.models.tiny import PAD, TinyModel, build_model
 
 EOS = "<eos>"
 # Ids are indices. The capitals fill the vocabulary up to 32: a sampled id without a text would vanish from the answer

@@ -1,33 +1,24 @@
 """The model folders that a configuration names."""
 
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.load import load_config
-from slipstream.configs.models import (
-    SAMPLE_BYTES,
-    SAMPLES,
-    initial_model,
-    model_fingerprint,
-    model_problems,
-    vocabulary_size,
-)
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import ModelConfig
+from slipstream.models.digits import build_digits_model
+from slipstream.models.folder import SAMPLE_BYTES, SAMPLES, initial_model, model_fingerprint, model_problems
 from tests.configs.conftest import DEMO
-from tests.configs.hub import COMMIT, serve_hub
+from tests.models.hub import COMMIT, serve_hub
 
 
 def run(folder: Path, **model: object) -> RunConfig:
@@ -89,7 +80,7 @@ class Hub:
 RESOLVE = """
 import sys
 from pathlib import Path
-from slipstream.configs.models import model_folder
+from slipstream.models.folder import model_folder
 from slipstream.configs.runtime.errors import ConfigError
 try:
     print(model_folder("model.path", Path(sys.argv[1]), *sys.argv[2:]))
@@ -168,29 +159,6 @@ def test_each_missing_model_of_the_learner_is_named(tmp_path: Path) -> None:
     assert reference.startswith("learner.kl.reference=/models/reference ")
     assert critic.startswith("learner.critic.path=/models/critic ")
     assert initial_model(config).is_dir()
-
-
-def test_vocabulary_of_built_model(tmp_path: Path) -> None:
-    assert vocabulary_size(initial_model(run(tmp_path, build="digits"))) == 32
-
-
-@pytest.mark.parametrize(
-    ("settings", "size"),
-    [
-        ({"vocab_size": 50}, 50),
-        ({"text_config": {"vocab_size": 60}}, 60),
-        ({"vocab_size": 50, "text_config": {"vocab_size": 60}}, 50),
-    ],
-)
-def test_vocabulary_is_read_from_configuration(tmp_path: Path, settings: dict[str, Any], size: int) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert vocabulary_size(tmp_path) == size
-
-
-def test_model_without_vocabulary_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config\.json has no vocab_size"):
-        vocabulary_size(tmp_path)
 
 
 def change_a_byte(path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from slipstream.configs import images
-from slipstream.configs.images import ImageError, decode_image, read_image
+from slipstream.models import images
+from slipstream.models.images import ImageError, decode_image, read_image
 
 
 def encoded(kind: str = "PNG", size: tuple[int, int] = (3, 2), mode: str = "RGB") -> bytes:

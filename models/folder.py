@@ -1,18 +1,17 @@
 """The models that engine and learner load: their folders, from disk or from a hub, and their identity."""
 
 import hashlib
-import importlib.util
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import ModelConfig
+from slipstream.models.architecture import read_config
 
 WEIGHT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a hub's model that are downloaded; those in its folders are other forms of the same weights."""
@@ -57,8 +56,8 @@ def initial_model(config: RunConfig) -> Path:
     if config.model.path is not None:
         return model_folder("model.path", config.model.path, config.model.revision)
     # Imported here: it loads the library `tokenizers`, which most processes do not need.
-    from slipstream.configs.digits_model import DIGITS
-    from slipstream.configs.tiny_models import TEXT, VISION, build_model
+    from slipstream.models.digits import DIGITS
+    from slipstream.models.tiny import TEXT, VISION, build_model
 
     folder = config.paths.initial_model
     kinds = {kind.name: kind for kind in (DIGITS, TEXT, VISION)}
@@ -81,7 +80,7 @@ def model_folder(key: str, path: Path, revision: str | None = None) -> Path:
         if (path / "config.json").is_file():
             if revision is not None:
                 raise ConfigError(f"model.revision={revision} is for a model of a hub, but {key}={path} is a folder")
-            _config(path)
+            read_config(path)
             return path
         is_folder = path.exists() or path.is_absolute() or len(path.parts) != 2
     except OSError as error:  # another user's folder, or a name that is too long
@@ -158,71 +157,6 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_peft() -> None:
-    """Raises: ConfigError when peft, which `model.lora` needs, is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError('model.lora needs the package peft: pip install "slipstream[lora]"')
-
-
-def adapter_tensor(parameter: str) -> str | None:
-    """Name under which peft saves a parameter of an adapter; None for a parameter of the model itself."""
-    if ".lora_A." not in parameter and ".lora_B." not in parameter:
-        return None
-    return "base_model.model." + parameter.replace(".default.", ".")
-
-
-def vocabulary_size(model: Path) -> int:
-    """Number of token ids that the model in a folder accepts, which may be more than its tokenizer has.
-
-    Raises: ConfigError when its config.json does not give it.
-    """
-    config = _config(model)
-    for section in (config, config.get("text_config", {})):  # the latter in models of several modalities
-        if isinstance(section.get("vocab_size"), int):
-            return int(section["vocab_size"])
-    raise ConfigError(f"{model / 'config.json'} has no vocab_size; choose a causal language model")
-
-
-VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose images are played and trained on."""
-_PLACEHOLDERS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-
-
-def takes_images(model: Path) -> bool:
-    """True if the model in a folder is a vision-language model of a family that is supported."""
-    return _config(model).get("model_type") in VISION_FAMILIES
-
-
-def has_latent_attention(model: Path) -> bool:
-    """True for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of a low rank."""
-    return bool(_config(model).get("kv_lora_rank"))
-
-
-def _config(model: Path) -> dict[str, Any]:
-    """The content of config.json; empty if there is none. Raises: ConfigError for a damaged one."""
-    file = model / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the encoding, too
-        raise ConfigError(f"{file} is damaged: {error}; copy the model again") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is damaged: it holds no JSON object; copy the model again")
-    return config
-
-
-def placeholder_tokens(model: Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that stand for images and videos, of a model's folder or of its config.json; none of a text model.
-
-    They are never sampled: an answer with one could not be given back to the model.
-    """
-    config = _config(model) if isinstance(model, Path) else model
-    if config.get("model_type") not in VISION_FAMILIES:
-        return ()
-    return tuple(sorted(config[key] for key in _PLACEHOLDERS if isinstance(config.get(key), int)))
-
-
 @contextmanager
 def without_remote_code(model: Path) -> Iterator[None]:
     """Context for loading `model` with transformers and `trust_remote_code=False`; unset, it prompts on the terminal.
@@ -238,24 +172,3 @@ def without_remote_code(model: Path) -> Iterator[None]:
             f"the model in {model} needs code from its folder, which slipstream does not run: the processes would have "
             "to run the same; choose a model that transformers has a class for"
         ) from None
-
-
-def router_sizes(module: Any) -> tuple[int, int] | None:
-    """Numbers of experts, and of those for each token, of a router of transformers; None for another module."""
-    experts, per_token = getattr(module, "num_experts", None), getattr(module, "top_k", None)
-    shape = getattr(getattr(module, "weight", None), "shape", ())
-    if isinstance(experts, int) and isinstance(per_token, int) and shape[:1] == (experts,):
-        return experts, per_token
-    return None
-
-
-def without_copies(torch: Any) -> Any:
-    """Context in which `Tensor.contiguous` returns its tensor, so that parts of a weight stay views of it.
-
-    transformers copies the parts into which it cuts a weight. `torch` is the module, which this package never imports.
-    """
-
-    def call(mode: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
-
-    return type("WithoutCopies", (torch.overrides.TorchFunctionMode,), {"__torch_function__": call})()

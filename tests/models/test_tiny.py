@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs import tiny_models
-from slipstream.configs.digits_model import TOKENS, build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.tiny_models import TEXT, build_model
+from slipstream.models import tiny
+from slipstream.models.digits import TOKENS, build_digits_model
+from slipstream.models.tiny import TEXT, build_model
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -118,7 +118,7 @@ def test_folder_that_was_not_built_here_is_not_touched(tmp_path: Path, record: s
 
 def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slipstream.configs.digits_model import build_digits_model; "
+        "import sys; from pathlib import Path; from slipstream.models.digits import build_digits_model; "
         f"build_digits_model(Path({str(tmp_path / 'model')!r}), seed=0); "
         "sys.exit(' '.join({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     )
@@ -128,14 +128,14 @@ def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None
 
 def test_model_built_meanwhile_by_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "initial_model"
-    write = tiny_models._write
+    write = tiny._write
 
     def write_late(new: Path, kind: Any, record: dict[str, Any]) -> None:
-        monkeypatch.setattr(tiny_models, "_write", write)
+        monkeypatch.setattr(tiny, "_write", write)
         build_digits_model(folder, seed=record["seed"])
         (folder / "reader").touch()
         write(new, kind, record)
 
-    monkeypatch.setattr(tiny_models, "_write", write_late)
+    monkeypatch.setattr(tiny, "_write", write_late)
     build_digits_model(folder, seed=0)
     assert (folder / "reader").exists()
