@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.asks_a_server import ADDRESS
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train
 from tests.rewards.functions.http_server import serving
@@ -36,15 +35,15 @@ class Service:
 
 
 @pytest.mark.timeout(300)
-def test_run_with_an_unreliable_reward_drops_no_groups(
-    forks: ForkServerContext, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_an_unreliable_reward_drops_no_groups(forks: ForkServerContext, pipeline: Pipeline) -> None:
     service = Service()
     with serving(service) as address:
-        monkeypatch.setenv(ADDRESS, address)
+        reward = (
+            f"{{name: correct, function: 'tests.pipeline.asks_a_server:Correct', options: {{address: '{address}'}}}}"
+        )
         try:
             overrides = (
-                "rewards=[{name: correct, function: 'tests.pipeline.asks_a_server:correct'}]",
+                f"rewards=[{reward}]",
                 "scoring={workers: 2, deadline_s: 3}", "eval={tasks: 0, reward: null}",
                 f"learner.steps={STEPS}", "learner.optimizer.warmup_steps=0", f"learner.groups_per_step={GROUPS}",
             )  # fmt: skip
