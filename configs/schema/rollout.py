@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.weights import direct_transport
 
 
 class SamplingConfig(Section):
@@ -77,11 +78,14 @@ class EngineConfig(Section):
     the first one."""
 
     @property
-    def nccl(self) -> Literal["nccl", "nccl_sglang"] | None:
-        """Name of the direct transport into the engine's GPUs, if it has one."""
-        if self.name == "sglang":
-            return "nccl_sglang"
-        return "nccl" if self.name == "vllm" and self.core == "process" else None
+    def kind(self) -> str:
+        """The engine, with its core where it has two."""
+        return f"{self.name}/{self.core}" if self.name == "vllm" else self.name
+
+    @property
+    def direct(self) -> str | None:
+        """Name of the weight transport straight into the engine's GPUs, if it has one."""
+        return direct_transport(self.kind)
 
 
 class RolloutConfig(Section):

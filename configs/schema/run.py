@@ -394,8 +394,8 @@ class RunConfig(Section):
     def _adapter_problems(self) -> list[str]:
         """Settings that go together with all weights only."""
         problems = []
-        if self.model.lora is not None and self.weights.transport == "nccl":
-            problems.append("model.lora: adapters go through host memory, not by weights.transport=nccl; set auto")
+        if self.model.lora is not None and self.weights.direct:
+            problems.append(f"model.lora: adapters don't go by weights.transport={self.weights.transport}; set auto")
         if self.model.lora is not None and self.model.train_vision_encoder:
             problems.append("model.lora leaves the vision encoder as it is; remove model.train_vision_encoder")
         return problems

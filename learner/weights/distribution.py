@@ -6,7 +6,7 @@ member at fault delays only itself. The next version is broadcast again, by a ne
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from typing import Any
@@ -15,9 +15,9 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.configs.schema.weights import TRANSPORTS
 from slipstream.learner.weights.fanout import AVOIDED_S, Fanout
 from slipstream.learner.weights.members import (
-    BROADCAST,
     Absent,
     Failing,
     Member,
@@ -36,15 +36,11 @@ from slipstream.learner.weights.transports.base import Fetched, TransferError
 
 log = get_log("learner.weights")
 
-IN_PLACE = ("shm",)
-"""Transports by which members read the learner's own copy of a version."""
 SILENT_AT_REST_S = 5.0
 """An idle member without a heartbeat for so long is dead, frozen or disconnected."""
 SECOND_LOOK_S = 1.0
 OVERTAKEN_OFTEN = 3
 """Superseded fetches in a row between two warnings."""
-STREAM = "stream"
-"""Transport whose fetches are admitted by `Fanout`."""
 
 
 class Distribution:
@@ -165,8 +161,8 @@ class Distribution:
             if member in together:
                 continue
             name = self._choose(member, late=True)
-            if name == STREAM:
-                self._start(tasks, [member], self._deliver_in_turn(member))
+            if name is not None and TRANSPORTS[name].queued:
+                self._start(tasks, [member], self._deliver_in_turn(member, name))
             else:  # `read()` here: until the task starts, the snapshot could be overwritten
                 self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
         if together and group is not None and not self._must_wait(version):
@@ -175,7 +171,7 @@ class Distribution:
 
     def _next_group(self, group: ProcessGroup, behind: Sequence[Member], version: int) -> list[Member]:
         """Those of the members at rest that the version is broadcast to; the others fetch it."""
-        resting, busy = ([m for m in each if self._choose(m, late=False) in BROADCAST] for each in (behind, self._busy))
+        resting, busy = self._broadcast_to(behind), self._broadcast_to(self._busy)
         return next_group(
             admitted(resting, version),
             group.members,
@@ -191,8 +187,7 @@ class Distribution:
         """
         if not self._busy.isdisjoint(admitted(self._in_group, version)):
             return True
-        holding = [m for m in self._roster if m.holding and self._choose(m, late=False) in BROADCAST]
-        if not admitted(holding, version):
+        if not admitted(self._broadcast_to(member for member in self._roster if member.holding), version):
             if self._patience is not None:
                 self._patience.cancel()
             self._patience, self._patience_ended = None, False
@@ -204,6 +199,11 @@ class Distribution:
     def _end_patience(self) -> None:
         self._patience_ended = True
         self.changed()
+
+    def _broadcast_to(self, members: Iterable[Member]) -> list[Member]:
+        """Those of the members that have a broadcast as their preferred transport."""
+        chosen = [(member, self._choose(member, late=False)) for member in members]
+        return [member for member, name in chosen if name is not None and TRANSPORTS[name].broadcast]
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
@@ -235,8 +235,8 @@ class Distribution:
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _deliver_in_turn(self, member: Member) -> None:
-        """Like `_deliver`, through `stream`, with the version that is the latest when the fetch is admitted."""
+    async def _deliver_in_turn(self, member: Member, name: str) -> None:
+        """Like `_deliver`, with the version that is the latest when the fetch is admitted."""
         try:
             granted = self._fanout.enter(member)
             if not granted.done():
@@ -245,7 +245,7 @@ class Distribution:
             latest = self._latest
             assert latest is not None, "members fetch only after a publication"
             with latest.read() as reading:
-                transfer = await self._fetch(member, latest, STREAM, reading, relay)
+                transfer = await self._fetch(member, latest, name, reading, relay)
         finally:
             self._fanout.leave(member)
         self.changed()
@@ -263,7 +263,7 @@ class Distribution:
         source = await self._source(member, latest, name)
         if relay is not None:
             source = _relayed(source, relay, snapshot)
-        if name not in IN_PLACE:
+        if not TRANSPORTS[name].in_place:
             reading.close()
             self.changed()
         transfer = self._rpc.begin([member])
@@ -362,7 +362,7 @@ class Distribution:
         waits for it, which is logged. It does not keep the process from exiting.
         """
         transport, version = self._fetched[name], snapshot.manifest.version
-        if name == STREAM and self._prepared.get(name) == version:
+        if TRANSPORTS[name].queued and self._prepared.get(name) == version:
             transport.prepare(snapshot)  # does nothing now, so it needs no thread
             return
         began = time.monotonic()

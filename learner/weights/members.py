@@ -9,13 +9,12 @@ from typing import Any
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.weights import TRANSPORTS
 
 log = get_log("learner.weights")
 
 SILENT_S = 15.0
 """A server that puts weights into its engine, or starts another one, may be too busy for its heartbeat for a while."""
-BROADCAST = ("nccl", "nccl_sglang", "gloo")
-"""Transports that send to a whole group at once."""
 INBOX = 16
 """More than a transfer has requests; bounds the memory of a flooding server."""
 
@@ -207,7 +206,8 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
     for name in available:
         if name not in member.join.transports or time.monotonic() < member.record.avoided.get(name, 0.0):
             continue
-        if (name == "shm" and member.join.host != host) or (late and name in BROADCAST):
+        transport = TRANSPORTS[name]
+        if (transport.in_place and member.join.host != host) or (late and transport.broadcast):
             continue
         return name
     return None

@@ -34,9 +34,8 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     if problems := engine_problems(config, model):
         raise ConfigError(problems)
     settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
-    name: str = settings.engine.name
-    if name == "vllm":
-        name = f"vllm/{settings.engine.core}"
+    name = settings.engine.kind
+    if settings.engine.name == "vllm":
         prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
     if name == "hf" and settings.return_experts:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
@@ -53,11 +52,11 @@ def engine_problems(config: RunConfig, model: Path) -> list[str]:
     engine, problems = config.rollout.engine, list[str]()
     if engine.name != "vllm" and takes_images(model):
         problems.append(f"rollout.engine.name={engine.name} passes no images to {model}; set rollout.engine.name=vllm")
-    if config.weights.transport == "nccl" and engine.nccl is None:
-        chosen = f"vllm/{engine.core}" if engine.name == "vllm" else engine.name
+    if config.weights.direct and engine.direct is None:
+        engines = " and ".join(str(transport.engine) for transport in config.weights.possible)
         problems.append(
-            f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {chosen}; "
-            "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
+            f"weights.transport={config.weights.transport} goes into {engines} only, not into {engine.kind}; "
+            "set rollout.engine.name and rollout.engine.core, or weights.transport=auto"
         )
     if engine.name == "vllm" and find_spec("vllm") is None:
         problems.append(

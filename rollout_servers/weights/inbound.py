@@ -7,10 +7,10 @@ from typing import Protocol
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, WeightsConfig
 from slipstream.rollout_servers.engines.base import DirectSource, Engine
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
-from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
+from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
 from slipstream.rollout_servers.weights.relay import start_relay
 
 GRACE_S = 5.0
@@ -151,7 +151,9 @@ class Inbound:
 
     def learner_gone(self) -> None:
         """Lets go of its segments: as long as they are mapped, those of the next learner may have no room."""
-        self._receivers["shm"].close()
+        for name, receiver in self._receivers.items():
+            if TRANSPORTS[name].in_place:
+                receiver.close()
 
     def close(self) -> None:
         """Leaves groups and frees memory."""
@@ -183,7 +185,7 @@ class Inbound:
 
             calling.add_done_callback(ends)
             run_in_thread(receiver.close)  # it may wait for the end of a group
-            self._receivers[transport] = build_receivers(self._security)[transport]
+            self._receivers[transport] = build_receiver(transport, self._security)
             if isinstance(ended, TimeoutError):
                 raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None
             raise

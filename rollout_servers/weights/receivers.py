@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +26,15 @@ from slipstream.buffer.wire.weights.delta import DeltaError
 from slipstream.buffer.wire.weights.fabric import GlooFabric
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
-from slipstream.configs.schema.weights import SecurityConfig
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.rollout_servers.engines.rendezvous import describe, join_rendezvous
 from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
 
 
 class Receiver(Protocol):
     """Fills staging memory with a version, within the deadline of the request."""
+
+    def __init__(self, security: SecurityConfig) -> None: ...
 
     def enter(self, form: Form) -> None:
         """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
@@ -49,7 +52,7 @@ class Receiver(Protocol):
 class GlooReceiver(Receiver):
     """Receives buckets into host memory, as one rank of a process group to which the learner broadcasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: SecurityConfig) -> None:
         self._form: Form | None = None
         self._fabric = GlooFabric()
 
@@ -99,7 +102,7 @@ Mapped = NDArray[np.uint8]
 class ShmReceiver(Receiver):
     """One copy from memory to memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: SecurityConfig) -> None:
         self._mapped: dict[tuple[Path, int], Mapped] = {}
 
     def receive(self, announce: Announce, staging: Staging) -> None:
@@ -311,4 +314,10 @@ class _Pulling:
 
 def build_receivers(security: SecurityConfig) -> dict[str, Receiver]:
     """All receivers by name; the learner chooses one. Raises: ConfigError when a key file is missing."""
-    return {"gloo": GlooReceiver(), "shm": ShmReceiver(), "file": FileReceiver(), "stream": StreamReceiver(security)}
+    return {name: build_receiver(name, security) for name, transport in TRANSPORTS.items() if not transport.direct}
+
+
+def build_receiver(name: str, security: SecurityConfig) -> Receiver:
+    """The receiver of a transport that is not direct. Raises: ConfigError when a key file is missing."""
+    receiver: Receiver = resolve_name(str(TRANSPORTS[name].receiver))(security)
+    return receiver

@@ -14,8 +14,7 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.weights.protocol import Announce, Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import Transports
-from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.learner.weights.transports.base import Transports, build_transports
 from slipstream.tools.bench.figures import Figure, Goal, interleave
 from slipstream.tools.bench.weights_learner import build_policy, perturb, shape_of, take, weights_config
 from slipstream.tools.bench.weights_worker import MODULE, BareGloo

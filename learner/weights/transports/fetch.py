@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from slipstream.buffer.wire.auth import LEARNER, service_keys
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.layout import tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Part, Source
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment, SegmentError
 from slipstream.buffer.wire.weights.stream import PartServer
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
@@ -15,16 +16,32 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports.base import Sender, SenderSettings, TransferError
 
 log = get_log("learner.weights.fetch")
 
 
-class ShmTransport:
+class ShmTransport(Sender):
     """Members copy from the learner's memory; the checksums reveal that a later version has overwritten it."""
 
     sent_bytes = 0
     chained = False
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """Needs nothing: the segments belong to the snapshots."""
+        return cls()
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """As `Sender.obstacle`."""
+        if not SHARED_MEMORY.is_dir():
+            return f"there is no {SHARED_MEMORY}"
+        try:
+            Segment(run, 1).close()
+        except SegmentError as error:
+            return str(error)
+        return None
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Makes sure that the version lies in shared memory."""
@@ -68,7 +85,7 @@ WHOLE = "v{:08d}.safetensors"
 DIFFERENCE = "v{:08d}.delta"
 
 
-class FileTransport:
+class FileTransport(Sender):
     """Writes a chain: a whole version, then `full_every - 1` differences, each to the version before it.
 
     The files of a chain are deleted with the second version after it, so that members can finish reading them.
@@ -90,6 +107,11 @@ class FileTransport:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"weights can't be written to {folder} (weights.folder): {error.strerror}") from None
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """As the constructor."""
+        return cls(settings.folder, full_every=settings.full_every)
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Writes the version, whole or as a difference; whole also if files of the chain are missing."""
@@ -151,7 +173,7 @@ class FileTransport:
         """Keeps the files, which members may still read; the next learner deletes them."""
 
 
-class StreamTransport:
+class StreamTransport(Sender):
     """Serves the last version whole, and the differences between the last `full_every` versions.
 
     Whole versions are served from the snapshots' memory, the one before the last too, so that fetches of it can finish.
@@ -170,6 +192,11 @@ class StreamTransport:
             self._server = PartServer(tcp_address(config.bind, config.stream_port), keys=keys)
         except ConfigError as error:
             raise ConfigError(f"{error} (weights.bind, weights.stream_port)") from None
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """As the constructor."""
+        return cls(settings.weights, settings.security, full_every=settings.full_every)
 
     @property
     def sent_bytes(self) -> int:
