@@ -145,9 +145,6 @@ class WeightsConfig(Section):
     differences of so many versions, and sends a whole version to servers with an older one; 1: always whole."""
     deadline_s: Seconds = 60.0
     """Deadline of each step of a transfer; a server that misses it is evicted and training goes on."""
-    relay: bool = True
-    """Rollout servers fetch versions of `stream` from each other too. Each listens on a free port: on loopback where
-    `bind` is, else on the address from which it reaches the learner."""
     rolling: bool = False
     """Servers apply a version one after another, so that generation pauses on one of them at a time; not with `nccl`,
     where it pauses on all from the first byte on."""

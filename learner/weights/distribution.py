@@ -16,7 +16,7 @@ from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import TRANSPORTS
-from slipstream.learner.weights.fanout import AVOIDED_S, Fanout
+from slipstream.learner.weights.fanout import FetchQueue
 from slipstream.learner.weights.members import (
     Absent,
     Failing,
@@ -39,6 +39,8 @@ log = get_log("learner.weights")
 SILENT_AT_REST_S = 5.0
 """An idle member without a heartbeat for so long is dead, frozen or disconnected."""
 SECOND_LOOK_S = 1.0
+AVOIDED_S = 600.0
+"""Time without a transport through which a member could not fetch."""
 OVERTAKEN_OFTEN = 3
 """Superseded fetches in a row between two warnings."""
 
@@ -79,7 +81,7 @@ class Distribution:
         self._changed = asyncio.Event()
         self._patience: asyncio.TimerHandle | None = None
         self._patience_ended = False
-        self._fanout = Fanout(roster, deadline_s=rpc.deadline_s)
+        self._queue = FetchQueue(deadline_s=rpc.deadline_s)
         self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
@@ -92,7 +94,7 @@ class Distribution:
         """Makes a version the latest."""
         publication.members = list(self._roster)
         publication.before, self._latest = self._latest, publication
-        self._fanout.offer(publication.version, publication.snapshot.data.numel())
+        self._queue.offer(publication.snapshot.data.numel())
         self._under_way.append(publication)
         self.changed()
 
@@ -238,22 +240,20 @@ class Distribution:
     async def _deliver_in_turn(self, member: Member, name: str) -> None:
         """Like `_deliver`, with the version that is the latest when the fetch is admitted."""
         try:
-            granted = self._fanout.enter(member)
+            granted = self._queue.enter(member)
             if not granted.done():
-                await self._rpc.send(member, w.Queued(ahead=self._fanout.waiting - 1))
-            relay = await granted
+                await self._rpc.send(member, w.Queued(ahead=self._queue.waiting - 1))
+            await granted
             latest = self._latest
             assert latest is not None, "members fetch only after a publication"
             with latest.read() as reading:
-                transfer = await self._fetch(member, latest, name, reading, relay)
+                transfer = await self._fetch(member, latest, name, reading)
         finally:
-            self._fanout.leave(member)
+            self._queue.leave(member)
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _fetch(
-        self, member: Member, latest: Publication, name: str | None, reading: ExitStack, relay: Member | None = None
-    ) -> int:
+    async def _fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
         """Returns the transfer's number once the member has all bytes. Raises: Absent, TransferError."""
         await self._check_heartbeat(member)
         if name is None:
@@ -261,8 +261,6 @@ class Distribution:
             raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
         snapshot = await latest.on_host()
         source = await self._source(member, latest, name)
-        if relay is not None:
-            source = _relayed(source, relay, snapshot)
         if not TRANSPORTS[name].in_place:
             reading.close()
             self.changed()
@@ -271,21 +269,16 @@ class Distribution:
             transfer=transfer,
             transport=name,
             manifest=snapshot.manifest,
-            # Of a relay's client half, so that it reports the failure before its own deadline here.
-            deadline_s=self._rpc.deadline_s / (1 if relay is None else 2),
+            deadline_s=self._rpc.deadline_s,
             source=source,
         )
         await self._rpc.send(member, announce)
-        await self._await_bytes(member, latest, name, source.place, relay)
-        self._figures.relayed += relay is not None
+        await self._await_bytes(member, latest, name, source.place)
         member.record.overtaken = 0
         member.staged, member.queued_at = latest.version, None
-        member.held = frozenset(part.name for part in source.parts if part.base is not None)
         return transfer
 
-    async def _await_bytes(
-        self, member: Member, latest: Publication, name: str, place: str, relay: Member | None
-    ) -> None:
+    async def _await_bytes(self, member: Member, latest: Publication, name: str, place: str) -> None:
         """Returns once the member has all bytes of an announced fetch. Raises: Absent, TransferError."""
         transport = self._fetched[name]
         await self._rpc.expect(member, w.Ready, state="getting ready", version=latest.version)
@@ -296,21 +289,16 @@ class Distribution:
                 w.Loaded,
                 state=f"receiving through {name} from {place}",
                 version=latest.version,
-                in_step=relay is not None,
                 superseded=lambda: latest is not self._latest,
             )
         except Failing:
             self._avoid(member, name)
             raise
-        except TransferError as error:
-            if latest is not self._latest:
-                self._overtaken(member, latest.version)
-            elif relay is not None:
-                self._fanout.relay_failed(relay, member, str(error))
+        except TransferError:
+            self._overtaken(member, latest.version)
             raise
         finally:
-            if relay is None:
-                self._fanout.measure(transport.sent_bytes - sent_bytes, time.monotonic() - began)
+            self._queue.measure(transport.sent_bytes - sent_bytes, time.monotonic() - began)
 
     @staticmethod
     def _avoid(member: Member, name: str) -> None:
@@ -431,13 +419,3 @@ class Distribution:
         if applied.verified == w.BY_PROBE:
             self._figures.deviations.append(applied.deviation)
         self.changed()
-
-
-def _relayed(source: w.Source, relay: Member, snapshot: Snapshot) -> w.Source:
-    """The same parts from a member that holds the version; the whole version where it lacks one of the differences."""
-    endpoint = relay.join.relay
-    assert endpoint is not None, "chosen by Fanout"
-    parts, version = source.parts, snapshot.manifest.version
-    if any(part.name not in relay.held for part in parts if part.base is not None):
-        parts = [w.Part(name=str(version), version=version, size_bytes=snapshot.data.numel())]
-    return w.Source(place=endpoint.place, parts=parts, relay=relay.name, key=endpoint.key)

@@ -38,10 +38,6 @@ class Record:
     """The engine that it was evicted with last: another one need not stay away."""
     avoided: dict[str, float] = field(default_factory=dict)
     """Transports that it could not fetch through, and until when they are not tried again."""
-    relays_after: float = 0.0
-    """Time before which it does not relay versions to others."""
-    uses_relays_after: float = 0.0
-    """Time before which it fetches from the learner only."""
     breaks: int = 0
     """Broadcasts that broke off at it, in a row."""
     broadcast_from: int = 0
@@ -69,8 +65,6 @@ class Member:
     """A broadcast has reached it since it joined, and it was not suspected of breaking one off afterwards."""
     queued_at: float | None = None
     """Start of its wait for a fetch through `stream`."""
-    held: frozenset[str] = frozenset()
-    """Names of the differences to `staged` that it can relay."""
     suspects: int = 0
     """Members that were suspected, it among them, when a broadcast last broke off; 0 once one has reached it."""
     transfer: int = -1

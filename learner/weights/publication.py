@@ -29,8 +29,6 @@ class SyncFigures:
     evictions: int = 0
     unreached: int = 0
     """Members at which broadcasts broke off, so that they fetch instead."""
-    relayed: int = 0
-    """Fetches from other rollout servers."""
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ class WeightFollower:
         address = tcp_address(self.config.weights.host, self.config.weights.control_port)
         keys = client_keys(self.config.security, ROLLOUT, service=LEARNER)
         self._socket = connect_dealer(context, address, identity=self.server, keys=keys, queue_offline=False)
-        self._inbound = Inbound(self.config.run.name, self.config.weights, self.config.security, self.engine)
+        self._inbound = Inbound(self.config.run.name, self.config.security, self.engine)
         self._work: asyncio.Task[None] | None = None
         self._installing = False
         self._announced: w.Announce | None = None
@@ -89,7 +89,6 @@ class WeightFollower:
                 transports=self._inbound.transports,
                 workers=1 if direct is None else direct.workers,
                 holding=self._holds,
-                relay=self._inbound.relay,
             )
         )
 

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, WeightsConfig
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.rollout_servers.engines.base import DirectSource, Engine
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
-from slipstream.rollout_servers.weights.relay import start_relay
 
 GRACE_S = 5.0
 """A receiver's own deadline comes first: its error says more."""
@@ -45,12 +44,11 @@ class _DirectInstall:
 
 
 class Inbound:
-    """Receivers, the memory that they fill, the engine that installs it, and the relay that serves it to others."""
+    """Receivers, the memory that they fill, and the engine that installs it."""
 
-    def __init__(self, run: str, weights: WeightsConfig, security: SecurityConfig, engine: Restartable) -> None:
+    def __init__(self, run: str, security: SecurityConfig, engine: Restartable) -> None:
         self._run = run
         self._security = security
-        self._relay = start_relay(weights, security)
         self._engine = engine
         self._receivers: dict[str, Receiver] = build_receivers(security)
         self._staging = self._new_staging()
@@ -71,11 +69,6 @@ class Inbound:
     def staged(self) -> int:
         """The version whose bytes lie in host memory; -1 for none."""
         return self._staging.version
-
-    @property
-    def relay(self) -> w.Relay | None:
-        """Endpoint from which other servers can fetch the version `staged`."""
-        return None if self._relay is None else self._relay.endpoint
 
     async def enter(self, form: w.Form) -> None:
         """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
@@ -119,13 +112,9 @@ class Inbound:
                 task.result()
         else:
             staging = self._staging
-            if self._relay is not None:
-                self._relay.withdraw()  # the memory is overwritten from now on
             await self._blocking(
                 announce.transport, announce.deadline_s, lambda receiver: receiver.receive(announce, staging)
             )
-            if self._relay is not None:
-                self._relay.serve(staging)
 
     async def install(self, announce: w.Announce) -> float:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
@@ -159,8 +148,6 @@ class Inbound:
         """Leaves groups and frees memory."""
         if self._half is not None:
             self._half.task.cancel()
-        if self._relay is not None:
-            self._relay.close()
         for receiver in self._receivers.values():
             receiver.close()
         self._staging.abandon()

@@ -1,6 +1,5 @@
 """Receivers of the weight transports. Their calls block: the weight follower runs them in a thread."""
 
-import math
 import mmap
 import os
 import threading
@@ -8,7 +7,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
@@ -184,8 +182,6 @@ WINDOW = 8
 ASK_AGAIN_S = 5.0
 """Time without any piece after which those in flight are pulled again, as after a broken connection; doubled each time,
 or a slow network would carry them twice."""
-RELAY_SILENT_S = 10.0
-"""Time without any piece after which a relay is given up; the learner then serves the version itself."""
 CHECK_MS = 100
 
 
@@ -210,14 +206,11 @@ class StreamReceiver(Receiver):
 
     def _pull(self, source: Source, announce: Announce, staging: Staging, held: int) -> None:
         manifest, deadline = announce.manifest, time.monotonic() + announce.deadline_s
-        keys = self._keys
-        if keys is not None and source.relay:
-            keys = replace(keys, service=source.key.encode())
         identity = uuid.uuid4().hex
         try:
             context = zmq.Context[zmq.Socket[bytes]].instance()
             with connect_dealer(
-                context, source.place, identity=identity, keys=keys, max_message_bytes=2 * PIECE_BYTES
+                context, source.place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
             ) as socket:
                 pull = _Pulling(socket, source, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
                 for part in source.parts:
@@ -226,7 +219,7 @@ class StreamReceiver(Receiver):
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
-                        staging.change(difference, manifest, held=held, name=part.name)
+                        staging.change(difference, manifest, held=held)
                     held = part.version
         except DeltaError as error:
             raise TransferFailed(f"version {manifest.version} from {_name(source)}: {error}") from None
@@ -237,7 +230,7 @@ class StreamReceiver(Receiver):
 
 
 def _name(source: Source) -> str:
-    return f"the stream of {source.relay or 'the learner'} at {source.place}"
+    return f"the stream of the learner at {source.place}"
 
 
 class _Pulling:
@@ -248,7 +241,6 @@ class _Pulling:
     ) -> None:
         self._socket = socket
         self._source = _name(source)
-        self._silent_s = RELAY_SILENT_S if source.relay else math.inf
         self._deadline = deadline
         self._piece_bytes = piece_bytes
         self._closed = closed
@@ -296,7 +288,7 @@ class _Pulling:
             now = time.monotonic()
             if self._closed.is_set():
                 raise TransferFailed(f"{named}: the transfer was cancelled")
-            if now >= self._deadline or (not arrived and now >= began + self._silent_s):  # also if pieces trickle in
+            if now >= self._deadline:  # also if pieces trickle in
                 raise TransferFailed(
                     f"{named} did not arrive in time: can the port be reached, and are security.keys the same?"
                 )

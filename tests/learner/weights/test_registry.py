@@ -1,12 +1,14 @@
 """The transports that a learner offers."""
 
 from contextlib import closing
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import TRANSPORTS, Transport
 from slipstream.learner.weights.transports.base import build_transports, offered_transports
 from slipstream.learner.weights.transports.fetch import StreamTransport
 from tests.conftest import free_port
@@ -51,6 +53,15 @@ def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
 )
 def test_offered_transports(transport: str, engine: dict[str, Any], offered: tuple[str, ...]) -> None:
     assert names(transport, engine) == offered
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_table_names_both_halves(transport: Transport) -> None:
+    sender = resolve_name(transport.sender)
+    assert hasattr(sender, "form" if transport.broadcast else "prepare")
+    assert transport.direct == (transport.engine is not None)
+    assert transport.direct or hasattr(resolve_name(str(transport.receiver)), "receive")
+    assert transport.broadcast == (transport.late is not None)
 
 
 @pytest.mark.usefixtures("host")
