@@ -5,6 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
+# The files that pip downloads, as they come, and its last line.
+FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check clean
@@ -95,9 +97,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 		echo "setup 1/4: environment in .venv" && $(PYTHON) -m venv .venv; }
 	@$(PIP) -c constraints.txt --upgrade pip
 	@echo "setup 2/4: torch"
-	@$(PIP) -c constraints.txt torch
+	@bash -o pipefail -c '$(PIP:-qq=) --progress-bar off -c constraints.txt torch | $(FILES)'
 	@echo "setup 3/4: vLLM and the rest (some minutes the first time)"
-	@$(PIP) --no-deps -r constraints.txt
+	@bash -o pipefail -c '$(PIP:-qq=) --progress-bar off --no-deps -r constraints.txt | $(FILES)'
 	@echo "setup 4/4: slipstream itself"
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \

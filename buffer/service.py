@@ -16,7 +16,7 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
 from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, Inspected, inspect
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
-from slipstream.buffer.handlers.peers import MalformedCounter, Sender
+from slipstream.buffer.handlers.peers import MalformedCounter, Sender, prober
 from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
@@ -137,6 +137,7 @@ class BufferService:
             self._ingest,
             self._spiller,
             self._send,
+            prober(socket),
         )
         self._requests: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -284,6 +285,7 @@ class BufferService:
 
     async def _sweep(self) -> None:
         await self._stay_open()
+        await self._learner.check_connection()
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
         if now - self._swept_at > 2 * SWEEP_S:  # just started, or a blocked event loop delayed heartbeats
             self._silence_counts_from = now + deadline_s

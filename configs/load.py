@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slipstream.configs.foreign_keys import foreign_key
 from slipstream.configs.paths import RunPaths, unwritable_error
 from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.runtime.files import write_atomically
@@ -199,6 +200,8 @@ def _describe(detail: ErrorDetails) -> str:
     sections, shown = _locate(location)
     key_path = ".".join(shown)
     if detail["type"] == "extra_forbidden":
+        if answers := foreign_key(".".join(part for part in shown if not part.isdigit()), detail["input"]):
+            return "\n".join(answers)
         known = sorted({name for section in sections for name in section.model_fields})
         return f"{key_path}: unknown key{suggest(location[-1], known) or '; known: ' + ', '.join(known)}"
     if detail["type"] == "union_tag_invalid":

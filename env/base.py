@@ -89,7 +89,8 @@ class Action:
         text: the generated text, without special tokens.
         token_ids: the generated tokens.
         tool_calls: calls that were parsed from the text.
-        finish_reason: `stop`, or `length` at the token limit; then it is the last action.
+        finish_reason: `stop`, or `length` if it was cut off at a limit. Then the episode continues only if the session
+            answers with messages: the action gets its stop token as context.
     """
 
     text: str

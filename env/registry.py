@@ -60,6 +60,20 @@ _METHODS = ("size", "task", "fingerprint")
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
+def env_factory(name: str) -> Callable[..., Any]:
+    """The class or function that makes an env. Raises: ConfigError when there is none."""
+    factory = find_plugin("env", name, BUILT_IN)
+    if not callable(factory):
+        raise ConfigError(f"env {name!r} is a {type(factory).__name__}; name a class or function that makes an Env")
+    found: Callable[..., Any] = factory
+    return found
+
+
+def check_env_options(config: EnvConfig) -> None:
+    """Checks name and options of an env, which is not made. Raises: ConfigError."""
+    _check_options("env", config.name, env_factory(config.name), config.options)
+
+
 def build_env(config: EnvConfig) -> Env:
     """The env `config.name`, made with `config.options`, with `config.tools`.
 
@@ -67,11 +81,7 @@ def build_env(config: EnvConfig) -> Env:
         than `MOST_TASKS` tasks, or without a fingerprint of its tasks, for tools that can't be used, and for whatever
         factory and env raise.
     """
-    factory = find_plugin("env", config.name, BUILT_IN)
-    if not callable(factory):
-        raise ConfigError(
-            f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
-        )
+    factory = env_factory(config.name)
     env: Env = _made("env", config.name, factory, config.options)
     missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
     if missing:

@@ -12,7 +12,7 @@ from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
 
-LARGEST_SCORE = 1e6
+LARGEST_SCORE = 1e8
 """The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.files import run_with_stdout
@@ -45,6 +46,39 @@ LEDGER_COMMANDS = {
     ),
 }
 
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("train", "run", "start", "grpo", "ppo"), "`slipstream up CONFIG` trains"),
+    **dict.fromkeys(
+        ("sft", "dpo", "reward", "kto"),
+        "only RL is trained (docs/concepts.md, What the project does not do); begin with a model tuned elsewhere",
+    ),
+    **dict.fromkeys(
+        ("resume", "continue"), "`slipstream up CONFIG` continues an unfinished run; `--fresh` starts over"
+    ),
+    **dict.fromkeys(
+        ("status", "watch", "dashboard", "monitor", "logs"),
+        "`slipstream up` shows the progress; `slipstream ledger show RUN` and `slipstream samples RUN` read a running "
+        "run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics to a dashboard",
+    ),
+    **dict.fromkeys(
+        ("serve", "chat", "generate", "infer"),
+        "`vllm serve RUN_FOLDER/model` serves a trained model; `slipstream try CONFIG --model FOLDER` plays an episode",
+    ),
+    **dict.fromkeys(
+        ("export", "merge", "convert", "save"),
+        "a finished run's folder has model/, in Hugging Face's format, adapters merged into it (`model.lora.export`); "
+        "`slipstream ledger export RUN --out FILE` writes the answers",
+    ),
+    **dict.fromkeys(
+        ("eval", "evaluate", "test"), "`slipstream up` evaluates, as the section `eval` of the configuration says"
+    ),
+    **dict.fromkeys(("doctor", "validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
+    **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
+    **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
+}
+"""What there is in place of commands that other frameworks have."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exits 2 on mistakes in the command line or the configuration, with one line for each."""
@@ -59,6 +93,7 @@ def dispatch(
     *,
     metavar: str = "command",
     version: str | None = None,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Runs the command that the first argument names; returns its exit code.
 
@@ -68,6 +103,7 @@ def dispatch(
         argv: None: the arguments of this process.
         metavar: name of the first argument in the help.
         version: printed by `--version`; None: there is no such option.
+        elsewhere: answers to commands that there are not.
 
     Raises: ConfigError when the command is not installed.
     """
@@ -80,14 +116,25 @@ def dispatch(
     )
     if version is not None:
         parser.add_argument("--version", action="version", version=f"{prog} {version}")
-    parser.add_argument(metavar, choices=commands, help=f"see below; `{prog} {metavar.upper()} --help` has details")
+    parser.add_argument(metavar, help=f"see below; `{prog} {metavar.upper()} --help` has details")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {metavar}")
     parsed = parser.parse_args(argv)
-    target, _ = commands[getattr(parsed, metavar)]
+    name: str = getattr(parsed, metavar)
+    if name not in commands:
+        parser.error(_unknown(name, metavar, commands, elsewhere))
+    target, _ = commands[name]
     module, _, function = target.partition(":")
     _require_installed(module)
     code: int = getattr(import_module(module), function)(parsed.arguments)
     return code
+
+
+def _unknown(name: str, metavar: str, commands: Mapping[str, object], elsewhere: Mapping[str, str]) -> str:
+    from slipstream.configs.runtime.errors import suggest
+
+    if name in elsewhere:
+        return f"there is no {metavar} {name!r}: {elsewhere[name]}"
+    return f"there is no {metavar} {name!r}{suggest(name, list(commands)) or '; known: ' + ', '.join(commands)}"
 
 
 def ledger(argv: Sequence[str]) -> int:
@@ -150,6 +197,7 @@ def _run(argv: Sequence[str] | None) -> int:
             COMMANDS,
             argv,
             version=version("slipstream"),
+            elsewhere=ELSEWHERE,
         )
     except ConfigError as error:
         report_problems(error)

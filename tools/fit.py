@@ -16,12 +16,15 @@ from slipstream.configs.schema import RunConfig
 from slipstream.tools.cli import at_least
 
 if TYPE_CHECKING:
+    from slipstream.configs.schema.learner import ParallelConfig
     from slipstream.learner.parallel.mesh import MeshSizes
     from slipstream.tools.memory import LearnerSetting
 
 Fits = Callable[["LearnerSetting"], bool]
 UNITS: Final = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 GB: Final = 1e9
+MARGIN: Final = 0.05
+"""Share of a GPU that must stay free: so far may a computed sum be below the peak."""
 MOST_GPUS: Final = 1024
 """Beyond which no mesh is proposed."""
 WITHIN_HOST: Final = 8
@@ -68,14 +71,21 @@ class FitReport:
     sequences: int
     """Longest sequences that the KV cache of an engine holds."""
     remedies: list[str]
-    """Changes, each of which makes the learner fit; or one list of all that are needed."""
+    """Arguments of this command, each of which makes the learner fit; or one of all that are needed."""
     proposed: str | None
-    """A mesh on which the learner fits."""
+    """Arguments with a mesh on which the learner fits."""
+    engine_remedy: str | None
+    """An argument with which the engine fits."""
+
+    @property
+    def learner_fits(self) -> bool:
+        """True if the learner leaves the margin free."""
+        return fits_with_margin(sum(self.learner.values()), self.gpu_memory)
 
     @property
     def fits(self) -> bool:
         """True if learner and engine fit."""
-        return sum(self.learner.values()) <= self.gpu_memory and self.sequences > 0
+        return self.learner_fits and self.sequences > 0
 
     @property
     def text(self) -> str:
@@ -85,17 +95,25 @@ class FitReport:
         lines = [f"{count} parameters; learner: {axes}; micro-batches of {self.tokens:,} tokens"]
         lines += [f"  {name:<26}{_amount(size)}" for name, size in self.learner.items()]
         needed = sum(self.learner.values())
-        verdict = "fits" if needed <= self.gpu_memory else "DOES NOT FIT"
+        short = "TOO TIGHT" if needed <= self.gpu_memory else "DOES NOT FIT"
+        verdict = "fits" if self.learner_fits else f"{short}, as {MARGIN:.0%} must stay free"
         lines.append(f"  {'each GPU of the learner':<26}{_amount(needed)} of {self.gpu_memory / GB:g} GB: {verdict}")
         lines += [f"  on the host: {name:<13}{_amount(size)}" for name, size in self.host.items()]
         lines.append("engine")
         lines += [f"  {name:<26}{_amount(size)}" for name, size in self.engine.items()]
-        verdict = "fits" if self.sequences else "DOES NOT FIT: raise rollout.engine.options.tensor_parallel_size"
+        verdict = "fits" if self.sequences else "DOES NOT FIT"
         lines.append(f"  {'longest sequences':<26}{self.sequences:9,d} at once: {verdict}")
-        lines += [f"remedy: {remedy}" for remedy in self.remedies]
+        lines += [f"remedy for the learner: {remedy}" for remedy in self.remedies]
         if self.proposed is not None:
             lines.append(f"a mesh that fits: {self.proposed}")
+        if self.engine_remedy is not None:
+            lines.append(f"remedy for the engine: {self.engine_remedy}")
         return "\n".join(lines)
+
+
+def fits_with_margin(needed: float, memory: float) -> bool:
+    """True if so many bytes leave `MARGIN` of the memory free."""
+    return needed <= (1 - MARGIN) * memory
 
 
 def _amount(size: float) -> str:
@@ -112,7 +130,7 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
     from slipstream.learner.models.footprint import model_size
     from slipstream.learner.models.packing_check import as_config_error
     from slipstream.learner.parallel.mesh import MeshSizes, refuse
-    from slipstream.tools.memory import Estimator, LearnerSetting, longest_sequence
+    from slipstream.tools.memory import Estimator, LearnerSetting
 
     with tempfile.TemporaryDirectory() as folder:  # a built model must not leave a run's folder
         path = initial_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})}))
@@ -126,13 +144,21 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
     engine = estimator.engine(config.rollout.engine, dtype=setting.dtype, gpu_bytes=gpu_bytes)
 
     def fits(changed: LearnerSetting) -> bool:
-        return estimator.learner(changed).gpu_bytes <= gpu_bytes
+        return fits_with_margin(estimator.learner(changed).gpu_bytes, gpu_bytes)
 
-    changes = _changes(longest_sequence(config))
+    def sequences(ranks: int) -> int:
+        changed = config.rollout.engine.model_copy(
+            update={"options": {**config.rollout.engine.options, "tensor_parallel_size": ranks}}
+        )
+        estimate = estimator.engine(changed, dtype=setting.dtype, gpu_bytes=gpu_bytes)
+        return estimate.sequences(changed.max_model_len)
+
+    changes = _changes(config.rollout.engine.max_model_len)
     remedies, proposed = list[str](), None
-    if learner.gpu_bytes > gpu_bytes:
+    if not fits(setting):
         remedies = _remedies(setting, changes, fits)
-        proposed = _proposed(setting, changes, model, fits, gpus=gpus)
+        proposed = _proposed(setting, changes, model, fits, gpus=gpus, parallel=config.learner.parallel)
+    ranks = None if engine.sequences(config.rollout.engine.max_model_len) else _ranks(sequences)
     return FitReport(
         parameters=estimator.size.total,
         gpu_memory=gpu_bytes,
@@ -148,26 +174,36 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
         sequences=engine.sequences(config.rollout.engine.max_model_len),
         remedies=remedies,
         proposed=proposed,
+        engine_remedy=None if ranks is None else f"rollout.engine.options.tensor_parallel_size={ranks}",
     )
 
 
 Change = tuple[str, dict[str, Any]]
-"""A change of the configuration, and what it changes in the setting."""
+"""A change of the configuration, as an argument, and what it changes in the setting."""
 
 
 def _changes(longest: int) -> list[Change]:
     """Changes that save memory, the cheapest first."""
     return [
-        ("learner.activation_checkpointing: full", {"checkpointing": "full"}),
-        (f"learner.token_budget: {longest}, the longest sequence", {"tokens": longest}),
-        ("learner.optimizer.name: adamw_8bit", {"optimizer": "adamw_8bit"}),
-        ("learner.offload: true", {"offload": True}),
+        ("learner.activation_checkpointing=full", {"checkpointing": "full"}),
+        (f"learner.token_budget={longest}", {"tokens": longest}),
+        ("learner.optimizer.name=adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("learner.offload=true", {"offload": True}),
+    ]
+
+
+def _effective(setting: "LearnerSetting", changes: Sequence[Change]) -> list[Change]:
+    """Those that save anything."""
+    return [
+        (text, change)
+        for text, change in changes
+        if replace(setting, **change) != setting and change.get("tokens", 0) < setting.tokens
     ]
 
 
 def _remedies(setting: "LearnerSetting", changes: Sequence[Change], fits: Fits) -> list[str]:
-    """Texts of the single changes that suffice, or of all that are needed together; empty if they do not suffice."""
-    effective = [(text, change) for text, change in changes if replace(setting, **change) != setting]
+    """The single changes that suffice, or all that are needed together; empty if they do not suffice."""
+    effective = _effective(setting, changes)
     single = [text for text, change in effective if fits(replace(setting, **change))]
     if single:
         return single
@@ -176,25 +212,57 @@ def _remedies(setting: "LearnerSetting", changes: Sequence[Change], fits: Fits) 
         setting = replace(setting, **change)
         texts.append(text)
         if fits(setting):
-            return [", ".join(texts)]
+            return [" ".join(texts)]
     return []
 
 
-def _proposed(setting: "LearnerSetting", changes: Sequence[Change], model: Any, fits: Fits, *, gpus: int) -> str | None:
-    """The mesh of fewest GPUs, at least `gpus`, on which the learner fits without offloading."""
-    least = replace(setting, **{name: value for _, change in changes[:2] for name, value in change.items()})
+def _proposed(
+    setting: "LearnerSetting",
+    changes: Sequence[Change],
+    model: Any,
+    fits: Fits,
+    *,
+    gpus: int,
+    parallel: "ParallelConfig",
+) -> str | None:
+    """The simplest mesh of fewest GPUs, at least `gpus`, on which the learner fits without offloading.
+
+    A simple mesh with full checkpointing and a smaller budget precedes one with more axes.
+    """
+    candidates = [("", setting)]
+    for text, change in _effective(setting, changes[:2]):
+        before, changed = candidates[-1]
+        candidates.append((f"{before} {text}", replace(changed, **change)))
     while gpus <= MOST_GPUS:
-        for candidate, suffix in ((setting, ""), (least, f", with {changes[0][0]}, {changes[1][0]}")):
-            for mesh in meshes(model, gpus, adapters=setting.lora_rank is not None):
+        for mesh in meshes(model, gpus, adapters=setting.lora_rank is not None):
+            for texts, candidate in candidates:
                 if fits(replace(candidate, mesh=mesh)):
-                    axes = ", ".join(f"{name}: {size}" for name, size in asdict(mesh).items() if size > 1)
-                    return f"{gpus} GPUs, learner.parallel={{{axes}}}{suffix}"
+                    return f"--gpus {gpus}{_mesh_arguments(mesh, parallel)}{texts}"
         gpus *= 2
     return None
 
 
+def _mesh_arguments(mesh: "MeshSizes", parallel: "ParallelConfig") -> str:
+    """The keys of a mesh that the configuration does not have already, each after a space."""
+    given = dict(parallel)
+    # Unset, it is the number of ranks that the other axes leave.
+    changed = {
+        name: size
+        for name, size in asdict(mesh).items()
+        if size != given[name] and not (name == "dp_shard" and given[name] is None)
+    }
+    return "".join(f" learner.parallel.{name}={size}" for name, size in changed.items())
+
+
+def _ranks(sequences: Callable[[int], int]) -> int | None:
+    """The fewest GPUs of an engine, a power of two, that hold a sequence."""
+    return next((ranks for ranks in (2**n for n in range(1, 7)) if sequences(ranks)), None)
+
+
 def meshes(model: Any, gpus: int, *, adapters: bool = False) -> Iterator["MeshSizes"]:
-    """Meshes of so many GPUs that the model can be trained on; those that communicate least come first.
+    """Meshes of so many GPUs that the model can be trained on, the simplest first.
+
+    Those of few axes precede others, and then those that communicate least; plain FSDP over all GPUs is the first.
 
     Args:
         model: its configuration, of transformers.
@@ -202,16 +270,16 @@ def meshes(model: Any, gpus: int, *, adapters: bool = False) -> Iterator["MeshSi
     """
     from slipstream.learner.parallel.mesh import MeshSizes, refuse
 
-    powers = [2**n for n in range(gpus.bit_length())]
+    powers = sorted({gpus, *(2**n for n in range(gpus.bit_length()))})
     shapes = [
-        (cp * tp, ep, shards, cp)
+        (sum(size > 1 for size in (gpus // (cp * tp * shards), cp, tp, ep)), cp * tp, ep, shards, cp)
         for tp in powers
         for cp in powers
         for shards in powers
         for ep in powers
         if tp <= WITHIN_HOST and gpus % (cp * tp * shards) == 0 and (cp * tp * shards) % ep == 0
     ]
-    for inner, ep, shards, cp in sorted(shapes):
+    for _, inner, ep, shards, cp in sorted(shapes):
         mesh = MeshSizes(dp_replicate=gpus // (inner * shards), dp_shard=shards, cp=cp, tp=inner // cp, ep=ep)
         try:
             refuse(mesh, model, adapters=adapters)

@@ -22,13 +22,14 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.tiny_models import CHATML_TOOLS
 from slipstream.configs.yaml_text import write_yaml
 from slipstream.env.base import Split
-from slipstream.env.registry import build_env
+from slipstream.env.registry import build_env, check_env_options, env_factory
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import BUILT_IN as REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
-from slipstream.tools.transcript import Decode, decoder_of, printable, stretches
+from slipstream.tools.plugins import listed, options_of
+from slipstream.tools.transcript import Decode, Stretch, decoder_of, printable, stretches
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.engines.base import Engine
@@ -38,7 +39,15 @@ GAMES: Final = ("gymnasium", "openenv", "skyrl_gym", "textarena")
 """Envs whose tasks have no reference."""
 KEYBOARD_CONTEXT: Final = 1 << 20
 """Tokens of an episode without a model: they are bytes."""
+BYTES_MODEL: Final = "bytes"
+"""Name of the folder with its tokenizer."""
 MIN_COLUMNS: Final = 100
+SHOWN_TOKENS: Final = 16
+"""Of a longer stretch of tokens, half of them at either end."""
+SHOWN_LINES: Final = 12
+"""Of a longer text, half of them at either end."""
+SHOWN_LINE: Final = 400
+"""Characters of a line."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,9 @@ def command(argv: Sequence[str]) -> int:
     Raises: ConfigError for what can't be built, SlipstreamError when the episode fails.
     """
     arguments = _parser().parse_intermixed_args(argv)
+    if arguments.list:
+        _print_choices(arguments.target)
+        return 0
     if arguments.keyboard == (arguments.model is not None) and not (arguments.model is None and _is_file(arguments)):
         raise ConfigError(
             "give --keyboard to type the actions yourself, or --model PATH for a model that generates them"
@@ -70,15 +82,15 @@ def command(argv: Sequence[str]) -> int:
         if arguments.json:
             print(json.dumps(_record(config, played, decoder_of(model)), indent=2, ensure_ascii=False, default=str))
         else:
-            _print(config, played, decode)
+            _print(config, played, decode, full=arguments.full)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slipstream try",
-        description="Play one episode of an env and show each token with its mask, the turns with their tool calls, "
-        "and the parts of the reward.",
+        description="Play one episode of an env and show the turns with their tool calls, the parts of the reward, and "
+        "the tokens with their masks.",
     )
     parser.add_argument("target", metavar="ENV|CONFIG", help="name of an env, or YAML file of a run")
     parser.add_argument(
@@ -88,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", action="store_true", help="a held-out task; its actions are greedy")
     parser.add_argument("--model", type=Path, metavar="PATH", help="model folder; default: the configuration's model")
     parser.add_argument("--keyboard", action="store_true", help="the lines of the standard input are the actions")
+    parser.add_argument("--list", action="store_true", help="show the env's options, and what its package offers")
+    parser.add_argument("--full", action="store_true", help="show all tokens, and long texts to their end")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -113,6 +127,7 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
     if _is_file(arguments):
         config = load_config(Path(arguments.target), [*given, *arguments.overrides])
         return config, initial_model(config)
+    env_factory(arguments.target)  # a misspelt name is reported before anything is loaded
     tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
     # A session's rewards are added anyway; without sessions the answer is compared with the reference.
     if arguments.target in REWARDS:
@@ -120,9 +135,7 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
     elif arguments.target in GAMES:
         tree["rewards"] = [{"name": "none"}]
     if arguments.model is None:
-        bytes_model = folder / "bytes"
-        build_bytes_model(bytes_model)
-        tree["model"]["path"] = str(bytes_model)
+        tree["model"]["path"] = str(folder / BYTES_MODEL)
         tree["rollout"] = {
             "engine": {"max_model_len": KEYBOARD_CONTEXT},
             "sampling": {"max_tokens": KEYBOARD_CONTEXT // 2},
@@ -133,7 +146,24 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
     file = folder / "config.yaml"
     file.write_text(write_yaml(tree), encoding="utf-8")
     config = load_config(file, [*given, *arguments.overrides])
+    check_env_options(config.env)
+    if config.model.path == folder / BYTES_MODEL:
+        build_bytes_model(config.model.path)
     return config, initial_model(config)
+
+
+def _print_choices(env: str) -> None:
+    """Prints the options of an env, and the values of one that its package has. Raises: ConfigError."""
+    factory = env_factory(env)
+    print(f"env {env}, options: {listed(options_of('env', factory)) or 'none'}")
+    choices = getattr(factory, "choices", None)
+    if choices is None:
+        print(f"`slipstream try {env} 'env.options={{…}}' --keyboard` plays an episode")
+        return
+    option, values = choices()
+    print(f"env.options.{option}, one of {len(values):,}:")
+    for value in values:
+        print(f"  {printable(value)}")
 
 
 def build_bytes_model(folder: Path) -> None:
@@ -245,45 +275,63 @@ def _turn(turn: Any) -> Mapping[str, Any]:
     }
 
 
-def _print(config: RunConfig, played: PlayedTask, decode: Decode | None) -> None:
+def _print(config: RunConfig, played: PlayedTask, decode: Decode | None, *, full: bool) -> None:
+    """Prints the turns first: the tokens may be thousands."""
     console = table_console(min_width=MIN_COLUMNS)
-    for trajectory in played.trajectories:
-        if decode is not None:
-            console.print(_token_table(trajectory, decode))
+    console.print(_turn_table(played.view, full=full))
+    console.print(_reward_table(played.trajectories[0]))
+    if decode is not None:
+        for trajectory in played.trajectories:
+            console.print(_token_table(trajectory, decode, full=full))
+    print(
+        f"env {config.env.name}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
+        f"{played.view.reference[:200]!r}" + ("" if full else "; --full shows all tokens and texts")
+    )
+
+
+def _turn_table(view: Episode, *, full: bool) -> Table:
     turns = Table(title="turns", title_justify="left", border_style="cyan")
     for name in ("turn", "tokens", "action", "tool calls", "observation"):
         turns.add_column(name, overflow="fold")
-    for number, turn in enumerate(played.view.turns, start=1):
+    prompt = view.prompt if isinstance(view.prompt, str) else _contents(view.prompt)
+    turns.add_row("prompt", str(view.prompt_tokens), "", "", Text(_lines(prompt, full=full)))
+    for number, turn in enumerate(view.turns, start=1):
         calls = "\n".join(
             f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)}) {call.get('error', '')}".strip()
             for call in turn.tool_calls
         )
         observation = turn.observation if isinstance(turn.observation, str) else _contents(turn.observation)
         cells = str(number), str(turn.tokens), turn.text, calls, observation
-        turns.add_row(*(Text(_lines(cell)) for cell in cells))
-    console.print(turns)
-    first = played.trajectories[0]
+        turns.add_row(*(Text(_lines(cell, full=full)) for cell in cells))
+    return turns
+
+
+def _reward_table(first: Trajectory) -> Table:
     rewards = Table(title="reward", title_justify="left", border_style="cyan")
     rewards.add_column("part")
     rewards.add_column("value", justify="right")
     for name, value in first.scores.items():
         rewards.add_row(Text(printable(name)), f"{value:.6g}")
     rewards.add_row("reward", f"{first.reward:.6g}", style="bold")
-    console.print(rewards)
-    print(
-        f"env {config.env.name}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
-        f"{played.view.reference[:200]!r}"
-    )
+    return rewards
 
 
-def _token_table(trajectory: Trajectory, decode: Decode) -> Table:
+def _token_table(trajectory: Trajectory, decode: Decode, *, full: bool) -> Table:
     table = Table(border_style="cyan", title="tokens", title_justify="left")
     for name in ("token", "id", "text", "mask", "turn", "version", "log-prob"):
         table.add_column(name, justify="left" if name == "text" else "right")
-    sections = {stretch.start for stretch in stretches(trajectory, decode)}
+    found = stretches(trajectory, decode)
+    sections = {stretch.start for stretch in found}
+    left_out = {} if full else dict(_left_out(stretch) for stretch in found if _is_long(stretch))
+    end = 0
     for record in _tokens(trajectory, decode):
         if record["index"] in sections:
             table.add_section()
+        if record["index"] in left_out:
+            end = left_out[record["index"]]
+            table.add_row("…", "", f"{end - record['index']:,} tokens more", style="dim")
+        if record["index"] < end:
+            continue
         logprob, version = record["logprob"], record["version"]
         table.add_row(
             str(record["index"]),
@@ -302,5 +350,27 @@ def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
-def _lines(text: str) -> str:
-    return "\n".join(printable(line) for line in text.split("\n"))
+def _is_long(stretch: Stretch) -> bool:
+    return stretch.end - stretch.start > SHOWN_TOKENS
+
+
+def _left_out(stretch: Stretch) -> tuple[int, int]:
+    """First of the tokens in the middle that are not shown, and the first after them."""
+    return stretch.start + SHOWN_TOKENS // 2, stretch.end - SHOWN_TOKENS // 2
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= SHOWN_LINE else f"{line[:SHOWN_LINE]} … ({len(line):,} characters)"
+
+
+def _lines(text: str, *, full: bool) -> str:
+    """Printable lines; of a long text its begin and end."""
+    lines = text.split("\n")
+    if not full:
+        lines = [
+            line if len(line) <= SHOWN_LINE else f"{line[:SHOWN_LINE]} … ({len(line):,} characters)" for line in lines
+        ]
+        if (more := len(lines) - SHOWN_LINES) > 0:
+            half = SHOWN_LINES // 2
+            lines = [*lines[:half], f"… {more:,} lines more …", *lines[-half:]]
+    return "\n".join(printable(line) for line in lines)

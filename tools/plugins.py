@@ -1,17 +1,20 @@
 """`slipstream plugins`: the envs, tools, rewards, advantages and losses that a configuration can name."""
 
 import argparse
+import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from typing import Any, get_args
 
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.configs.plugins import InstalledPlugin, installed_plugins
+from slipstream.configs.plugins import InstalledPlugin, find_plugin, installed_plugins
+from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.algorithms import BUILT_IN_ADVANTAGES, BUILT_IN_LOSSES
+from slipstream.configs.schema.base import NamedSection, sections_at
 from slipstream.env.adapters.base import PACKAGES, missing_package
 from slipstream.env.registry import BUILT_IN as BUILT_IN_ENVS
 from slipstream.env.registry import BUILT_IN_TOOLS
@@ -27,6 +30,7 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
 }
 """Names by kind."""
 MIN_COLUMNS = 100
+LONGEST_DEFAULT = 60
 
 
 def command(argv: Sequence[str]) -> int:
@@ -40,30 +44,106 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--kind", choices=BUILT_IN, help="only plug-ins of this kind")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     arguments = parser.parse_args(argv)
-    found = [plugin for kind in BUILT_IN if arguments.kind in (None, kind) for plugin in plugins(kind)]
+    found = [each for kind in BUILT_IN if arguments.kind in (None, kind) for each in plugins(kind)]
     if arguments.json:
-        print(json.dumps([asdict(plugin) for plugin in found], indent=2))
+        print(
+            json.dumps(
+                [{**asdict(each.plugin), "description": each.description, "options": each.options} for each in found],
+                indent=2,
+            )
+        )
     else:
         table_console(min_width=MIN_COLUMNS).print(_table(found))
-    return 1 if any(plugin.problem and plugin.target for plugin in found) else 0
+    return 1 if any(each.plugin.problem and each.plugin.target for each in found) else 0
 
 
-def plugins(kind: str) -> Iterator[InstalledPlugin]:
+@dataclass(frozen=True)
+class Described:
+    """A plug-in with its documentation.
+
+    Attributes:
+        description: the first paragraph of its docstring.
+        options: see `options_of`.
+    """
+
+    plugin: InstalledPlugin
+    description: str
+    options: Mapping[str, str]
+
+
+def plugins(kind: str) -> Iterator[Described]:
     """The built-in plug-ins of a kind, then those of installed packages."""
     for name in BUILT_IN[kind]:
         absent = kind == "env" and name in PACKAGES and find_spec(PACKAGES[name]) is None
-        yield InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
-    yield from installed_plugins(kind, BUILT_IN[kind])
+        found = InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
+        yield _described(found, _built_in(kind, name))
+    for plugin in installed_plugins(kind, BUILT_IN[kind]):
+        yield _described(plugin, None if plugin.problem else find_plugin(kind, plugin.target, {}))
 
 
-def _table(found: Sequence[InstalledPlugin]) -> Table:
+def _built_in(kind: str, name: str) -> Any:
+    """The class or function, of an advantage or a loss its section of the configuration."""
+    if kind in ("advantage", "loss"):
+        sections = sections_at(kind, sections_at("learner", [RunConfig]))
+        return next(each for each in sections if name in get_args(each.model_fields["name"].annotation))
+    if kind == "reward":
+        return find_plugin(kind, BUILT_IN_REWARDS[name], {})
+    return (BUILT_IN_ENVS if kind == "env" else BUILT_IN_TOOLS)[name]
+
+
+def _described(plugin: InstalledPlugin, found: Any) -> Described:
+    paragraph = (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ")
+    description = paragraph.partition(" Raises: ")[0]
+    return Described(plugin, description, options_of(plugin.kind, found))
+
+
+def options_of(kind: str, found: Any) -> dict[str, str]:
+    """Options of a plug-in with their defaults as in YAML; empty for a required one."""
+    if isinstance(found, type) and issubclass(found, NamedSection):
+        fields = {name: field for name, field in found.model_fields.items() if name != "name"}
+        return {name: "" if each.is_required() else _yaml(each.get_default()) for name, each in fields.items()}
+    if not callable(found) or (kind in ("tool", "reward") and not isinstance(found, type)):
+        return {}  # functions of these kinds have none
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except ValueError:  # some built-in callables have no signature
+        return {}
+    if kind in ("advantage", "loss"):
+        parameters = parameters[1:]  # the first is the input
+    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    return {each.name: "" if each.default is each.empty else _yaml(each.default) for each in named}
+
+
+def listed(options: Mapping[str, str]) -> str:
+    """Options with their defaults, on one line."""
+    return ", ".join(f"{name}={default}" if default else f"{name} (required)" for name, default in options.items())
+
+
+def _yaml(default: object) -> str:
+    """A default in YAML; `…` for one that is too long, or made at each call."""
+    try:
+        text = json.dumps(default, ensure_ascii=False)
+    except TypeError:
+        return "…"
+    return text if len(text) <= LONGEST_DEFAULT else "…"
+
+
+def _table(found: Sequence[Described]) -> Table:
     table = Table(border_style="cyan")
     table.add_column("kind", no_wrap=True)
     table.add_column("name", style="bold cyan", no_wrap=True)
-    table.add_column("from")
-    table.add_column("usable", overflow="fold")
-    for plugin in found:
-        origin = f"{plugin.package}{os.linesep}{plugin.target}" if plugin.target else plugin.package
-        status = Text(plugin.problem, style="red") if plugin.problem else Text("yes")
-        table.add_row(plugin.kind, plugin.name, Text(origin), status)
+    table.add_column("what it is, and its options", overflow="fold")
+    for each in found:
+        plugin, text = each.plugin, Text(each.description)
+        if each.options:
+            options = [
+                f"{name}={default}" if default else f"{name} (required)" for name, default in each.options.items()
+            ]
+            text += Text(f"\noptions: {', '.join(options)}", style="dim")
+        if plugin.target:
+            text += Text(f"\nfrom {plugin.package}: {plugin.target}", style="dim")
+        if plugin.problem:
+            text += Text(f"\nnot usable: {plugin.problem}", style="red")
+        table.add_row(plugin.kind, plugin.name, text)
+        table.add_section()
     return table

@@ -57,12 +57,15 @@ KEYS = {
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `slipstream summary`; returns 0."""
+    """Runs `slipstream summary`; returns 0. Raises: ConfigError when there is no such run, and as `report`."""
+    # Imported here: `slipstream up` answers --help without Redis's client.
+    from slipstream.tools.ledger.open import RUN_HELP, find_folder
+
     parser = argparse.ArgumentParser(
         prog="slipstream summary", description="Show a finished run's figures and redraw its picture."
     )
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/demo")
-    report(RunPaths(parser.parse_args(argv).run_folder))
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
+    report(find_folder(parser.parse_args(argv).run))
     return 0
 
 

@@ -59,7 +59,7 @@ class BufferClient:
         self._is_stopping = is_stopping
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
-        self._step = 0
+        self._step = self._version = 0
         self._model, self._vocab_size, self._undo = "", 0, False
         self._settings = agreement.learner_settings(config) | agreement.host_settings(config)
         self._reports: dict[type[m.Message], m.Message] = {}
@@ -86,15 +86,18 @@ class BufferClient:
         """Ends another thread's wait with a StoppedError."""
         self._given_up.set()
 
-    def hello(self, step: int, *, model: str = "", vocab_size: int = 0, undo: bool = False) -> m.State:
+    def hello(
+        self, step: int, *, version: int = 0, model: str = "", vocab_size: int = 0, undo: bool = False
+    ) -> m.State:
         """Registers a learner that has done `step` steps, in place of the run's earlier learner.
 
         Args:
+            version: the last one that was published in these steps; 0 before the first.
             model: fingerprint of the run's initial model; the service refuses a different one. Empty: not compared.
             vocab_size: the model's number of token ids; likewise. 0: not compared.
             undo: undo later steps, even if a checkpoint contains them; else the service refuses this learner then.
         """
-        self._step, self._model, self._vocab_size, self._undo = step, model, vocab_size, undo
+        self._step, self._version, self._model, self._vocab_size, self._undo = step, version, model, vocab_size, undo
         state = self._state(self._hello())
         self.take_evals()  # earlier ones were reported to the previous learner
         return state
@@ -110,7 +113,9 @@ class BufferClient:
             wait_s=wait_s,
         )
         reply = self._ask(request, extra_s=wait_s)
-        return Lease(reply.group_ids, reply.importance_weights) if isinstance(reply, m.Lease) else None
+        if not isinstance(reply, m.Lease):
+            return None
+        return Lease(reply.group_ids, reply.importance_weights, reply.oldest_version, reply.staleness)
 
     def trained(self, step: int) -> m.State:
         """Reports that the groups leased for `step` were trained on."""
@@ -120,9 +125,10 @@ class BufferClient:
 
     def published(self, version: int, *, evaluate: bool) -> m.State:
         """Reports that the learner's weights are now `version`."""
-        return self._report(
-            m.Published(request=UNNUMBERED, incarnation=self._incarnation, version=version, evaluate=evaluate)
-        )
+        message = m.Published(request=UNNUMBERED, incarnation=self._incarnation, version=version, evaluate=evaluate)
+        state = self._report(message)
+        self._version = version
+        return state
 
     def throttle(self, max_staleness: int) -> m.State:
         """Limits new tickets to this staleness, if it is below `buffer.max_staleness`."""
@@ -158,6 +164,7 @@ class BufferClient:
             run=self._run,
             step=self._step,
             model_fingerprint=self._model,
+            version=self._version,
             vocab_size=self._vocab_size,
             undo=self._undo,
             settings=self._settings,

@@ -129,6 +129,7 @@ class Fleet:
         servers: by peer identity; one that is silent for `buffer.server_deadline_s` is removed.
         evaluating: the version whose evaluation was requested last.
         learner: hello of the run's learner; None before it, and after the run's end.
+        paused: True while no train tickets are issued, because the learner is away.
     """
 
     def __init__(self, settings: FleetSettings, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
@@ -141,6 +142,7 @@ class Fleet:
         self.servers: dict[bytes, Server] = {}
         self.evaluating: int | None = None
         self.learner: m.LearnerHello | None = None
+        self.paused = False
 
     def join(self, peer: bytes, hello: m.ServerHello) -> None:
         """Registers a server."""
@@ -202,7 +204,8 @@ class Fleet:
                 continue
             if self.servers.get(peer) is server:  # otherwise removed or replaced during the call for another server
                 await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
-        await self._memory.attempt(self._grant_groups(now))
+        if not self.paused:
+            await self._memory.attempt(self._grant_groups(now))
 
     async def _record_heartbeats(self) -> None:
         """All at once: a script call for each of hundreds of servers would take most of the service's time."""

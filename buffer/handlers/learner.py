@@ -10,7 +10,7 @@ import msgspec
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
-from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
+from slipstream.buffer.handlers.peers import IsConnected, MalformedCounter, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.spill import Spiller
@@ -20,6 +20,9 @@ from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.learner")
+
+PROBE_AFTER_S = 3.0
+"""Silence after which the learner's connection is checked: training steps may take minutes."""
 
 
 class LearnerHandler:
@@ -38,6 +41,7 @@ class LearnerHandler:
         ingest: Ingest,
         spiller: Spiller,
         send: Send,
+        is_connected: IsConnected,
     ) -> None:
         """`settings` must be the same on the learner."""
         self._settings = settings
@@ -47,7 +51,10 @@ class LearnerHandler:
         self._ingest = ingest
         self._spiller = spiller
         self._send = send
+        self._is_connected = is_connected
         self._registered = ""
+        self._peer = b""
+        self._heard_at = 0.0
         self.length_bias: dict[str, float] = {}
 
     async def answer(self, peer: bytes, message: Any) -> None:
@@ -55,6 +62,7 @@ class LearnerHandler:
         answer: m.Message
         try:
             await self._apply(message)
+            self._heard(peer, message)
             answer = await self._state(message.request)
         except UnknownLearnerError:
             answer = m.UnknownPeer(request=message.request)
@@ -62,6 +70,28 @@ class LearnerHandler:
             log.warning("learner refused", learner=peer_name(peer), reason=str(error))
             answer = m.Refused(request=message.request, reason=str(error))
         await self._send(peer, answer)
+
+    async def check_connection(self) -> None:
+        """Stops the issue of tickets while the run's learner is not connected.
+
+        Groups in flight when it returns with weights of a checkpoint may become too stale (lua/restart.lua).
+        """
+        if not self._peer or self._peer in self._fleet.servers or _now() - self._heard_at < PROBE_AFTER_S:
+            return
+        away = not await self._is_connected(self._peer)
+        if away and not self._fleet.paused:
+            log.warning("learner is away: no tickets are issued until it returns", learner=peer_name(self._peer))
+        self._fleet.paused = away
+
+    def _heard(self, peer: bytes, message: m.Message) -> None:
+        """Records that the learner is there."""
+        if isinstance(message, m.LearnerHello):
+            self._peer = peer
+        elif isinstance(message, m.Finish):
+            self._peer = b""
+        if peer == self._peer:
+            self._heard_at = _now()
+            self._fleet.paused = False
 
     async def _apply(self, message: Any) -> None:
         match message:
@@ -106,7 +136,7 @@ class LearnerHandler:
         if other:
             raise RefusedError(other)
         await self._require_all_steps(hello)
-        back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
+        back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation, version=hello.version)
         if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._registered = hello.incarnation
@@ -205,7 +235,13 @@ class LeaseQueue:
         except UnknownLearnerError:
             pass  # the learner's other connection gets UnknownPeer at its next report
         if lease is not None:
-            return m.Lease(request=request.request, group_ids=lease.ids, importance_weights=lease.importance_weights)
+            return m.Lease(
+                request=request.request,
+                group_ids=lease.ids,
+                importance_weights=lease.importance_weights,
+                oldest_version=lease.oldest_version,
+                staleness=lease.staleness,
+            )
         return m.NotReady(request=request.request) if _now() >= pending.until else None
 
     async def _lease(self, request: m.LeaseRequest) -> Lease | None:

@@ -17,6 +17,7 @@ LOG_EVERY_S = 1.0
 
 Send = Callable[[bytes, m.Message], Awaitable[None]]
 """Sends a message to a peer, by its identity."""
+IsConnected = Callable[[bytes], Awaitable[bool]]
 
 
 class Sender:
@@ -46,6 +47,25 @@ class Sender:
             if not peer.startswith(GENERATED_IDENTITY) and self._log_interval.due():
                 kind = type(message).__name__
                 log.warning("peer is gone or doesn't read", peer=peer_name(peer), message=kind, unsent=self.unsent)
+
+
+def prober(socket: zmq.asyncio.Socket) -> IsConnected:
+    """A function that returns whether a learner is connected.
+
+    It sends an answer to no request, which learners ignore: ZeroMQ reports an absent peer only to a sender.
+    """
+    probe = encode(m.NotReady(request=0))
+
+    async def is_connected(peer: bytes) -> bool:
+        try:
+            await socket.send_multipart([peer, probe], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return error.errno == zmq.EAGAIN  # its queue is full
+        return True
+
+    return is_connected
 
 
 def peer_name(peer: bytes) -> str:

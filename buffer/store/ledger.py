@@ -150,13 +150,15 @@ class Ledger:
 
     # --- learner ------------------------------------------------------------------------------------------------------
 
-    async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
+    async def restart(self, steps: int, *, learner: str, version: int = 0) -> tuple[int, int]:
         """Starts a learner after `steps` steps: leased groups, and those of later steps, return to ready.
 
-        Returns the number of these groups, and the number of undone steps of which groups were forgotten. Repeating it
-        has no effect. Raises: SupersededError when another learner has taken over since the first call.
+        The next published version continues `version`, the last one that was published in these steps. Returns the
+        number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no
+        effect. Raises: SupersededError when another learner has taken over since the first call.
         """
-        back, forgotten = await self._call_as(learner, "restart", steps=steps, **self._training(steps))
+        rules = self._training(steps)
+        back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **rules)
         return int(back), int(forgotten)
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
@@ -180,9 +182,10 @@ class Ledger:
             return None
         if found[0] == b"spilled":
             raise SpilledGroupsError([each.decode() for each in found[1]])
-        weights, exposures = ([float(each) for each in found[first::3]] for first in (1, 2))
+        (oldest_version, *staleness), *groups = found
+        weights, exposures = ([float(each) for each in groups[first::3]] for first in (1, 2))
         importance = importance_weights(weights, exposures, exponent=self.rules.importance_exponent)
-        return Lease([each.decode() for each in found[::3]], importance.tolist())
+        return Lease([each.decode() for each in groups[::3]], importance.tolist(), oldest_version, staleness)
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""

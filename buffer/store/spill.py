@@ -1,7 +1,8 @@
 """Spill files: bytes of trained groups in the run folder, so that Redis holds those of the pipeline only.
 
 A file is on disk, its folder's entry included, before a script replaces the bytes in Redis by their location. Groups of
-undone steps are read back when they are leased again. A file without a group that refers to it is removed.
+undone steps are read back when they are leased again. A file without a group that refers to it is removed if this
+ledger had it written, and otherwise moved aside: Redis may have been flushed, restored from older data, or be another.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from slipstream.buffer.store.redis import portions, set_all
 from slipstream.buffer.store.scripts import Scripts
 from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.files import DISK_FULL_ERRNOS, fsync_path, write_atomically
+from slipstream.configs.runtime.files import DISK_FULL_ERRNOS, PARTIAL, fsync_path, write_atomically
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.spill")
@@ -31,7 +32,9 @@ TRANSFER_BYTES = 8 << 20
 MOST_GROUPS = 1000
 """Groups of a file, and of a transfer: scripts block Redis."""
 UNREFERENCED_S = 60.0
-"""Age at which an unreferenced file is removed: a Redis that loses its latest seconds refers to it again."""
+"""Age at which an unreferenced file is removed or moved: a Redis that loses its latest seconds refers to it again."""
+ASIDE = ".aside"
+"""Suffix of the folder beside the spill files, of which nothing is removed."""
 RETRY_S = 60.0
 """Pause after a file that could not be written."""
 LOCATION = re.compile(r"([\w-]+):(\d+):(\d+):([0-9a-f]+)", re.ASCII)
@@ -65,18 +68,22 @@ class Location:
 
 
 class SpillFolder:
-    """The spill files of one run."""
+    """The spill files of one run.
+
+    Attributes:
+        aside: folder for files that the ledger does not know.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.aside = root.with_name(root.name + ASIDE)
 
-    def write(self, blobs: Mapping[str, bytes]) -> dict[str, Location]:
+    def write(self, name: str, blobs: Mapping[str, bytes]) -> dict[str, Location]:
         """Writes a new file that survives a power failure; returns the location of each group. Raises: OSError."""
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
             fsync_path(self.root.parent)
-        # Random: after a loss of Redis's latest seconds, an old location must not fit a new file.
-        name, offset, locations = secrets.token_hex(8), 0, {}
+        offset, locations = 0, {}
         for group_id, blob in blobs.items():
             locations[group_id] = Location(name, offset, len(blob), zlib.crc32(blob))
             offset += len(blob)
@@ -95,6 +102,15 @@ class SpillFolder:
         if len(blob) != location.size or zlib.crc32(blob) != location.checksum:
             raise SpillError(f"{path} is damaged: the {location.size} bytes from {location.offset} are others")
         return blob
+
+    def remove(self, name: str) -> None:
+        """Removes a file. Raises: OSError."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def move_aside(self, name: str) -> int:
+        """Moves a file aside; returns its size. Raises: OSError."""
+        self.aside.mkdir(exist_ok=True)
+        return (self.root / name).rename(self.aside / name).stat().st_size
 
     def files(self) -> set[str]:
         """Names of all files, incomplete ones included; none where the folder can't be read."""
@@ -138,8 +154,11 @@ class Spiller:
             for some in portions(ids, sizes.__getitem__, most=MOST_GROUPS, most_bytes=TRANSFER_BYTES):
                 found: list[Any] = await self._redis.mget([self._group_key(group_id) for group_id in some])
                 blobs |= {group_id: blob for group_id, blob in zip(some, found, strict=True) if blob is not None}
+            # Random: after a loss of Redis's latest seconds, an old location must not fit a new file.
+            name = secrets.token_hex(8)
+            await self._scripts.call("spill_file", file=name)
             try:
-                locations = await asyncio.to_thread(self._folder.write, blobs)
+                locations = await asyncio.to_thread(self._folder.write, name, blobs)
             except OSError as error:
                 self._write_failed(error)
                 return
@@ -171,7 +190,10 @@ class Spiller:
         return True
 
     async def remove_unreferenced(self) -> int:
-        """Removes files that no group has referred to for UNREFERENCED_S; logs missing ones; returns their number."""
+        """Removes files that no group has referred to for UNREFERENCED_S, and logs missing ones.
+
+        Files that the ledger does not know are moved aside. Returns: the number of removed files.
+        """
         files = await asyncio.to_thread(self._folder.files)
         locations = self._redis.hscan_iter(f"{self._scripts.prefix}:spilled", count=1000)
         referenced = {location.decode().partition(":")[0] async for _, location in locations}
@@ -181,17 +203,38 @@ class Spiller:
                 "spill files are missing: groups of theirs expire if their steps are undone",
                 files=len(missing),
                 folder=str(self._folder.root),
+                remedy=f"move them back from {self._folder.aside} if they are there",
             )
         self._missing = missing
-        now, removed = time.monotonic(), 0
-        since = {name: self._unreferenced_since.get(name, now) for name in files - referenced}
-        for name in [name for name, at in since.items() if now - at >= UNREFERENCED_S]:
+        now = time.monotonic()
+        self._unreferenced_since = {name: self._unreferenced_since.get(name, now) for name in files - referenced}
+        return await self._clear({name for name, at in self._unreferenced_since.items() if now - at >= UNREFERENCED_S})
+
+    async def _clear(self, names: Collection[str]) -> int:
+        """Removes or moves files without a group; returns the number of removed ones."""
+        registered = f"{self._scripts.prefix}:spill_files"
+        removed, moved_bytes = list[str](), list[int]()
+        for name in names:
+            own = name.startswith(PARTIAL) or await self._redis.sismember(registered, name)
             with contextlib.suppress(OSError):  # tried again next time
-                await asyncio.to_thread((self._folder.root / name).unlink, missing_ok=True)
-                del since[name]
-                removed += 1
-        self._unreferenced_since = since
-        return removed
+                if own:
+                    await asyncio.to_thread(self._folder.remove, name)
+                    removed.append(name)
+                else:
+                    moved_bytes.append(await asyncio.to_thread(self._folder.move_aside, name))
+        if removed:
+            await self._redis.srem(registered, *removed)
+        if moved_bytes:
+            log.error(
+                "SPILL FILES MOVED ASIDE, which the ledger does not know: Redis was flushed, restored from older data, "
+                "or is another one",
+                files=len(moved_bytes),
+                size_bytes=sum(moved_bytes),
+                folder=str(self._folder.aside),
+                remedy="if their groups are still needed, restore the Redis data that refers to them and move them "
+                f"back to {self._folder.root}; otherwise remove the folder: nothing else does",
+            )
+        return len(removed)
 
     def _group_key(self, group_id: str) -> str:
         return f"{self._scripts.prefix}:group:{group_id}"

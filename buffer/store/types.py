@@ -153,6 +153,14 @@ class Lease:
     ids: list[str]
     importance_weights: list[float]
     """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
+    oldest_version: int
+    staleness: list[int]
+    """Staleness of tokens of `oldest_version`, of the version after it, and so on to the groups' newest."""
+
+    @property
+    def staleness_of(self) -> dict[int, int]:
+        """Staleness of the groups' tokens by their policy version."""
+        return dict(enumerate(self.staleness, self.oldest_version))
 
 
 class SpilledGroupsError(SlipstreamError):

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 15
+SCHEMA_VERSION: Final = 16
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -53,7 +53,7 @@ compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
-MOST_REWARD: Final = 1e6
+MOST_REWARD: Final = 1e8
 """Largest absolute reward and score: rewards are near 1, and larger ones than this are a mistake of their function."""
 MOST_SCORES: Final = 1024
 """Scores of an episode: rewards, their parts, and the env's metrics."""
@@ -390,6 +390,8 @@ class LearnerHello(Message, frozen=True):
     step: Count
     model_fingerprint: Name = ""
     """Of the run's initial model; a learner with another one is refused. Empty: not compared."""
+    version: Count = 0
+    """The last policy version that its weights, or those of an earlier step of its own history, were published as."""
     vocab_size: Count = 0
     """The model's number of token ids; 0: not compared."""
     undo: bool = False
@@ -414,6 +416,9 @@ class Lease(Message, frozen=True):
     group_ids: list[str]
     importance_weights: list[float]
     """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
+    oldest_version: int
+    staleness: list[int]
+    """Staleness of tokens of `oldest_version`, of the version after it, and so on to the groups' newest."""
 
 
 class NotReady(Message, frozen=True):

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+PARTIAL = "."
+"""Prefix of the names of incomplete files."""
+
 
 def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     """Writes a file that others see complete or not at all, and fsyncs it; returns its size. Raises: OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{PARTIAL}{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             for piece in pieces:

@@ -58,9 +58,10 @@ class EngineConfig(Section):
 
     name: Literal["vllm", "sglang", "hf"] = "vllm"
     """`hf` is the generation of transformers: slow, for models that the other engines lack."""
-    core: Literal["inline", "process"] = "process"
+    core: Literal["auto", "inline", "process"] = "auto"
     """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: for GPUs. `inline` steps the
-    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU."""
+    engine in a thread of the server: half the CPU time per short answer, for small models on a CPU. `auto`: `inline` on
+    a host without a GPU, if `options` ask for one process."""
     python: UserPath | None = None
     """Interpreter of the environment with the engine's server (`sglang`); unset: this one."""
     max_model_len: int = Field(default=4096, ge=8)
@@ -78,14 +79,10 @@ class EngineConfig(Section):
     the first one."""
 
     @property
-    def kind(self) -> str:
-        """The engine, with its core where it has two."""
-        return f"{self.name}/{self.core}" if self.name == "vllm" else self.name
-
-    @property
     def direct(self) -> str | None:
-        """Name of the weight transport straight into the engine's GPUs, if it has one."""
-        return direct_transport(self.kind)
+        """Name of the weight transport straight into the engine's GPUs, if it may have one."""
+        kind = self.name if self.name != "vllm" else "vllm/inline" if self.core == "inline" else "vllm/process"
+        return direct_transport(kind)
 
 
 class RolloutConfig(Section):

@@ -58,6 +58,11 @@ class Gymnasium(GeneratedGames):
     Raises: ConfigError for an unknown id, or one whose actions can't be written as text.
     """
 
+    @staticmethod
+    def choices() -> tuple[str, list[str]]:
+        """An option, and its values that the package offers. Raises: ConfigError when it is not installed."""
+        return "id", sorted(require("gymnasium").registry)
+
     def __init__(  # noqa: PLR0913  (the keys of env.options)
         self,
         id: str,

@@ -40,6 +40,11 @@ class ReasoningGym:
     Raises: ConfigError for an unknown dataset, a configuration that it refuses, or sizes out of range.
     """
 
+    @staticmethod
+    def choices() -> tuple[str, list[str]]:
+        """An option, and its values that the package offers. Raises: ConfigError when it is not installed."""
+        return "dataset", sorted(require("reasoning_gym", "reasoning_gym.factory").DATASETS)
+
     def __init__(
         self,
         dataset: str | Mapping[str, Mapping[str, Any] | None],
@@ -114,7 +119,7 @@ class ReasoningGym:
 
     def _check(self) -> None:
         """Raises: ConfigError with all mistakes in the datasets and their configurations."""
-        known = sorted(require("reasoning_gym", "reasoning_gym.factory").DATASETS)
+        _, known = self.choices()
         problems = []
         for (name, config), weight in zip(self._configs.items(), self._weights, strict=True):
             where = f"env reasoning_gym: dataset {name}"

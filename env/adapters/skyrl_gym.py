@@ -29,6 +29,11 @@ class SkyrlGym:
     Raises: ConfigError with the line number of every malformed row.
     """
 
+    @staticmethod
+    def choices() -> tuple[str, list[str]]:
+        """An option, and its values that the package offers. Raises: ConfigError when it is not installed."""
+        return "env", sorted(require("skyrl_gym", "skyrl_gym.envs.registration").registry)
+
     def __init__(
         self,
         path: str,

@@ -81,6 +81,11 @@ class Textarena(GeneratedGames):
         options = [game, opponent, player, self._make, chat]
         super().__init__(size, eval_size, seed, made_by=release("textarena"), options=options)
 
+    @staticmethod
+    def choices() -> tuple[str, list[str]]:
+        """An option, and its values that the package offers. Raises: ConfigError when it is not installed."""
+        return "game", _games()
+
     def session(self, task: Task) -> ThreadedSession:
         """The game with the task's seed."""
         seed = task.info["seed"]
@@ -104,11 +109,16 @@ def _without_output() -> Iterator[None]:
         yield
 
 
+def _games() -> list[str]:
+    """Names of the package's games, without those of their wrappers."""
+    names = require("textarena", "textarena.envs.registration").ENV_REGISTRY
+    return sorted(name.removesuffix(_RAW) for name in names if name.endswith(_RAW))
+
+
 def _count_players(game: str, make: Mapping[str, Any]) -> int:
     """1 or 2; starts the game once. Raises: ConfigError."""
-    names = require("textarena", "textarena.envs.registration").ENV_REGISTRY
-    if game.removesuffix(_RAW) + _RAW not in names:
-        known = [name.removesuffix(_RAW) for name in names if name.endswith(_RAW)]
+    known = _games()
+    if game.removesuffix(_RAW) not in known:
         raise ConfigError(f"env textarena: there is no game {game!r}{suggest(game, known)}")
     problem = ""
     for players in (1, 2):

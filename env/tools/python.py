@@ -18,7 +18,7 @@ class Python:
 
     Args:
         cpu_s, wall_s, memory_bytes: limits of one program.
-        python: an interpreter, for the packages that it has; unset: this one.
+        python: an interpreter, for the packages that it has; unset: this one. Programs see its prefixes.
         allow_unconfined: where bubblewrap can't run, run with limits only: with network and files.
 
     Raises: SandboxUnavailable.

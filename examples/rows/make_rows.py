@@ -50,11 +50,9 @@ def arithmetic() -> dict[str, list[dict[str, Any]]]:
 
 
 def constants() -> dict[str, list[dict[str, Any]]]:
-    """Functions of a constant of three digits, to be completed from `def f(): return (`; their test closes it."""
+    """Functions of a constant of three digits, to be completed from `def f(): return (`."""
     numbers = random.Random(0).sample(range(100, 1000), 900)
-    rows = [
-        {"prompt": f"{number}c", "answer": str(number), "tests": f")\nassert f() == {number}"} for number in numbers
-    ]
+    rows = [{"prompt": f"{number}c", "answer": str(number), "tests": f"assert f() == {number}"} for number in numbers]
     return {"train": rows[TEST_CONSTANTS:], "test": rows[:TEST_CONSTANTS]}
 
 

@@ -52,6 +52,8 @@ class StepData:
     rows: ActionBatch
     """Of all updates, one after the other."""
     trajectories: list[Trajectory]
+    staleness: Mapping[int, int]
+    """Of action tokens, by their policy version."""
 
 
 def token_sequence(
@@ -81,6 +83,7 @@ def build_step(
     rewards: Sequence[RewardConfig],
     step: int,
     consuming_version: int,
+    staleness: Mapping[int, int] | None = None,
     images: ImageReader | None = None,
     levels: Sequence[Level] | None = None,
 ) -> StepData:
@@ -89,6 +92,7 @@ def build_step(
     Args:
         dealt: groups of each update with their importance weights.
         token_budget: maximal input tokens of a micro-batch.
+        staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
         levels: of each update's micro-batches, where several ranks train in step.
     """
@@ -104,7 +108,10 @@ def build_step(
     rows = build_rows(
         [each for groups in dealt for each in groups], terms=[reward.name for reward in rewards if reward.weight]
     )
-    return StepData(step, consuming_version, updates, rows, all_trajectories)
+    if staleness is None:
+        versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
+        staleness = {version: consuming_version - version for version in versions}
+    return StepData(step, consuming_version, updates, rows, all_trajectories, staleness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +228,7 @@ class Feed:
             rewards=settings.rewards,
             step=step,
             consuming_version=consuming_version,
+            staleness=lease.staleness_of,
             images=self.images,
             levels=levels,
         )

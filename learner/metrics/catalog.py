@@ -52,10 +52,14 @@ STEP: Final = (
     ),
     _metric("trajectories_per_episode", "", "more than 1 where the chat template rewrites earlier turns"),
     _metric(
-        "staleness_mean staleness_max", "versions", "consuming version − oldest version among a trajectory's actions"
+        "staleness_mean staleness_max",
+        "versions",
+        "publications between the stalest of a trajectory's actions and the step",
     ),
-    _metric("staleness_in_flight", "versions", "mean part that arose during generation: newest − oldest version"),
-    _metric("staleness_in_queue", "versions", "mean part that arose in the queue: consuming − newest version"),
+    _metric(
+        "staleness_in_flight", "versions", "mean part that arose during generation: between stalest and freshest action"
+    ),
+    _metric("staleness_in_queue", "versions", "mean part that arose in the queue: staleness of the freshest action"),
     _metric("loss", "", "loss under `learner.loss.aggregation`, mean over the step's updates"),
     _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
     _metric("weight_mean", "", "mean of w; 1 in expectation"),
@@ -206,7 +210,7 @@ SUMMARY: Final = (
         "training steps; a repeated step counts once, an undone one not at all, nor in the means below",
     ),
     _metric("policy_version", "version", "last published version"),
-    _metric("reward_first reward_last", "", "mean reward of the first and of the last 10 steps"),
+    _metric("reward_first reward_last", "", "mean reward of the first and of the last 10 steps, of a third at most"),
     _metric("eval_reward", "", "`eval.reward`; null if evaluations score the trained reward"),
     _metric(
         "eval_score_first eval_score",

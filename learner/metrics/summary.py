@@ -15,6 +15,7 @@ KEYS = {
 }  # fmt: skip
 """Fields that the summary reads; whole records of a long run would fill the memory."""
 EDGE_STEPS = 10
+"""Most steps of the first and of the last reward; of a short run at most a third of its steps each."""
 TARGET_SCORE = 0.9
 
 Metrics = Mapping[str, Any]
@@ -62,14 +63,15 @@ def summarise(
     lost = _versions(all_steps) - _versions(steps) - {0}
     evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
     last = evals[-1] if evals and evals[-1]["policy_version"] == policy_version else None
+    edge = max(1, min(EDGE_STEPS, len(steps) // 3))
     loop_s = sum(step["step_s"] for step in steps)
     up_s, busy_s = sum(server.up_s for server in state.servers), sum(server.busy_s for server in state.servers)
     counts = state.counts
     return {
         "steps": len(steps),
         "policy_version": policy_version,
-        "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
-        "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
+        "reward_first": _mean(step["reward"] for step in steps[:edge]),
+        "reward_last": _mean(step["reward"] for step in steps[-edge:]),
         "eval_score": last and last["score"],
         "eval_score_interval": last and last.get("score_interval"),
         "eval_pass_at_k": last and last.get("pass_at_k"),

@@ -145,16 +145,16 @@ def trajectory_figures(
     trajectories: Sequence[Trajectory],
     episodes: Sequence[int],
     groups: Sequence[int],
-    consuming_version: int,
+    staleness: Mapping[int, int],
     world: World,
 ) -> dict[str, float]:
     """Rewards, scores and lengths of a step's episodes, staleness of their trajectories, on all ranks; a collective.
 
-    An episode's length is that of all its trajectories; it is cut off if its last one is. Staleness is consuming
-    version - oldest action-token version; its part in flight is newest - oldest version, its part in the queue
-    consuming - newest version.
+    An episode's length is that of all its trajectories; it is cut off if its last one is. Staleness is that
+    of the stalest action token; its part in the queue is that of the least stale one, the rest arose in flight.
 
     Args:
+        staleness: of action tokens, by their policy version.
         episodes: index of each trajectory's episode, from 0 in the order in which they begin.
         groups: index of each episode's group.
     """
@@ -163,8 +163,8 @@ def trajectory_figures(
     tokens, trajectories_of = dict.fromkeys(episodes, 0), Counter(episodes)
     for episode, trajectory in zip(episodes, trajectories, strict=True):
         tokens[episode] += sum(span.end - span.start for span in trajectory.spans)
-    oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
-    newest = np.array([max(span.version for span in t.spans) for t in trajectories])
+    stalest = np.array([max(staleness[span.version] for span in t.spans) for t in trajectories])
+    freshest = np.array([min(staleness[span.version] for span in t.spans) for t in trajectories])
     of_group = defaultdict[int, set[float]](set)
     for group, trajectory in zip(groups, ends, strict=True):
         of_group[group].add(trajectory.reward)
@@ -176,10 +176,10 @@ def trajectory_figures(
         "answers_cut_off": [t.finish_reason in CUT_OFF for t in ends],
         **{f"ended/{reason}": [t.finish_reason == reason for t in ends] for reason in FINISH_REASONS},
         "trajectories_per_episode": [trajectories_of[episode] for episode in tokens],
-        "staleness_mean": consuming_version - oldest,
-        "staleness_max": consuming_version - oldest,
-        "staleness_in_flight": newest - oldest,
-        "staleness_in_queue": consuming_version - newest,
+        "staleness_mean": stalest,
+        "staleness_max": stalest,
+        "staleness_in_flight": stalest - freshest,
+        "staleness_in_queue": freshest,
     }
     # Groups from before a change of the rewards have other scores.
     for name in dict.fromkeys(name for t in ends for name in t.scores):

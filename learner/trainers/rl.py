@@ -295,7 +295,9 @@ class RLTraining(TrainingLoop[StepData]):
             model = model_fingerprint(self.settings.initial_model)
             tokens = vocabulary_size(self.settings.initial_model)
             undo = self.undo_steps or undoes_damaged_steps(self.settings.paths.checkpoints, self.state.step)
-            state = self.root.buffer.hello(self.state.step, model=model, vocab_size=tokens, undo=undo)
+            state = self.root.buffer.hello(
+                self.state.step, version=self.state.version, model=model, vocab_size=tokens, undo=undo
+            )
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
 

@@ -123,7 +123,7 @@ class Trainer:
             self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
         return (
             trajectory_figures(
-                data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.consuming_version, self.world
+                data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.staleness, self.world
             )
             | figures
         )

@@ -1,4 +1,7 @@
-"""The reward `code`: tests of a Python program, run in the sandbox of this host or of a Sandbox Fusion server."""
+"""The reward `code`: tests of a Python program, run in the sandbox of this host or of a Sandbox Fusion server.
+
+Programs never judge themselves: their output is compared here, and asserts are evaluated in another process.
+"""
 
 import ast
 import asyncio
@@ -9,17 +12,27 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass as frozen
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from slipstream.configs.runtime.sandbox import SandboxLimits, find_interpreter, run_python
+from slipstream.configs.runtime.sandbox import (
+    Check,
+    Outcome,
+    SandboxLimits,
+    find_interpreter,
+    imports_of,
+    run_checks,
+    run_python,
+)
+from slipstream.configs.runtime.sandbox.portable import JUDGE, judge_input
 from slipstream.rewards.base import Episode, RewardUnavailable, Score
 from slipstream.rewards.endpoint import Endpoint
 
-Outcome = Literal["passed", "failed", "timeout"]
-
+_OUTCOMES: Final[tuple[Outcome, ...]] = ("passed", "timeout", "refused", "forged")
+"""Those that have a part of the score."""
+_CANARY: Final = "\nassert False"
 _BLOCK: Final = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -28,7 +41,7 @@ class Case:
     """One test of a program.
 
     Attributes:
-        checks: Python code behind the program, which must run to its end.
+        checks: Python code that uses what the program defines, and must run to its end.
         stdin: the program's input.
         stdout: the output that it must print, white space at line ends aside; None: any.
     """
@@ -43,7 +56,9 @@ class Code:
     """1 if the answer's program passes all tests, else 0.
 
     The program is the last code block between ```, else the whole answer if it is Python. The parts are `parsed` (1 if
-    there is a program), `passed` and `timeout` (shares of the tests).
+    there is a program), `passed`, `timeout`, `refused` (tests that would let a program's object decide, such as whether
+    it equals a value) and `forged` (tests that passed, but so would `assert False`): shares of the tests. One that is
+    forged makes the value 0.
 
     Raises: SandboxUnavailable. When called: ValueError for a task without tests, RewardUnavailable.
     """
@@ -54,7 +69,9 @@ class Code:
     partial: bool = False
     """Score the share of the passed tests."""
     setup: str = ""
-    """Python code before the program, such as imports."""
+    """Python code before the program. Its import statements hold for asserts too, whatever the program assigns."""
+    ending: str = ""
+    """Python code behind the program, for answers that are only a part of one."""
     limits: dict[str, float] = Field(default_factory=dict)
     """Limits of each test: `cpu_s`, `wall_s`, `memory_bytes`, `processes`, `output_bytes`, `file_bytes`."""
     python: str | None = None
@@ -69,55 +86,93 @@ class Code:
     def __post_init__(self) -> None:
         whole = {key: value if key.endswith("_s") else int(value) for key, value in self.limits.items()}
         self._limits = SandboxLimits(**whole)  # type: ignore[arg-type]
-        self.worst_case_s = self._limits.wall_s  # of one test
+        self.worst_case_s = self._limits.wall_s  # of one test, once it has started
         if self.url is None:
             find_interpreter(self.python, allow_unconfined=self.allow_unconfined)
         else:
             self._endpoint = Endpoint(
                 self.url, timeout_s=self._limits.wall_s + 30, retries=3, concurrency=self.concurrency
             )
-            self.worst_case_s = self._endpoint.worst_case_s
+            self.worst_case_s = 2 * self._endpoint.worst_case_s  # a test and its canary
 
     async def __call__(self, episode: Episode) -> Score:
         """See the class."""
         tests = read_tests(episode.info.get(self.tests, episode.reference))
         program = find_program(episode.answer)
         if program is None:
-            return Score(0.0, {"parsed": 0.0, "passed": 0.0, "timeout": 0.0})
-        outcomes = await asyncio.gather(*(self._run(program, test) for test in tests))
-        passed, late = (outcomes.count(each) / len(outcomes) for each in ("passed", "timeout"))
-        value = passed if self.partial else float(passed == 1)
-        return Score(value, {"parsed": 1.0, "passed": passed, "timeout": late})
+            return Score(0.0, dict.fromkeys(("parsed", *_OUTCOMES), 0.0))
+        program = "\n\n".join(part for part in (self.setup, program, self.ending) if part)
+        outcomes = await self._outcomes(program, tests)
+        shares: dict[str, float] = {name: outcomes.count(name) / len(outcomes) for name in _OUTCOMES}
+        value = shares["passed"] if self.partial else float(shares["passed"] == 1)
+        return Score(0.0 if shares["forged"] else value, {"parsed": 1.0, **shares})
 
     def has_tests(self, info: Mapping[str, Any]) -> bool:
         """False if a task's tests are its reference, which then is no answer."""
         return self.tests in info
 
-    async def _run(self, program: str, test: Case) -> Outcome:
-        parts = [part for part in (self.setup, program, test.checks) if part]
-        code = "\n\n".join(parts)
-        if self.url is not None:
-            return await self._run_remotely(code, test)
-        result = await run_python(
-            code,
-            stdin=test.stdin,
-            limits=self._limits,
-            python=self.python,
-            allow_unconfined=self.allow_unconfined,
-        )
-        if result.ended in ("cpu", "wall"):
-            return "timeout"
-        if test.stdout is None:
-            return "passed" if result.finished else "failed"
-        return "passed" if result.exit_code == 0 and _same_lines(result.stdout, test.stdout) else "failed"
+    async def _outcomes(self, program: str, tests: Sequence[Case]) -> list[Outcome]:
+        """The outcome of each test; asserts of one program share its process."""
+        printing = [test for test in tests if test.stdout is not None]
+        checks = [Check.read(test.checks) for test in tests if test.stdout is None]
+        groups = [self._check(program, checks)] if checks else []
+        found = await asyncio.gather(*groups, *(self._compare(program, test) for test in printing))
+        return [outcome for group in found for outcome in group]
 
-    async def _run_remotely(self, code: str, test: Case) -> Outcome:
-        """Source: the API `run_code` of github.com/bytedance/SandboxFusion."""
+    async def _compare(self, program: str, test: Case) -> list[Outcome]:
+        """The outcome of a test of the program's output."""
+        if self.url is not None:
+            run = await self._post(program, test.stdin)
+            if run.get("status") == "TimeLimitExceeded":
+                return ["timeout"]
+            exit_code, stdout = run.get("return_code"), str(run.get("stdout") or "")
+        else:
+            result = await run_python(
+                program,
+                stdin=test.stdin,
+                limits=self._limits,
+                python=self.python,
+                allow_unconfined=self.allow_unconfined,
+            )
+            if result.ended in ("cpu", "wall"):
+                return ["timeout"]
+            exit_code, stdout = result.exit_code, result.stdout
+        return ["passed" if exit_code == 0 and _same_lines(stdout, test.stdout or "") else "failed"]
+
+    async def _check(self, program: str, checks: Sequence[Check]) -> Sequence[Outcome]:
+        """The outcomes of checks."""
+        if self.url is None:
+            return await run_checks(
+                program,
+                checks,
+                imports=imports_of(self.setup),
+                limits=self._limits,
+                python=self.python,
+                allow_unconfined=self.allow_unconfined,
+            )
+        outcomes = await asyncio.gather(*(self._check_remotely(program, check) for check in checks))
+        passed = [check for check, outcome in zip(checks, outcomes, strict=True) if outcome == "passed"]
+        if passed:  # there, nothing but the program's good manners may keep it from the judge
+            canary = Check.read(passed[0].source + _CANARY)
+            if await self._check_remotely(program, canary) == "passed":
+                return ["forged" if outcome == "passed" else outcome for outcome in outcomes]
+        return outcomes
+
+    async def _check_remotely(self, program: str, check: Check) -> Outcome:
         token = secrets.token_hex(16)
+        run = await self._post(JUDGE, judge_input(token, program, imports_of(self.setup), check))
+        if run.get("status") == "TimeLimitExceeded":
+            return "timeout"
+        first, _, outcome = str(run.get("stdout") or "").rstrip().rpartition("\n")[2].partition(" ")
+        known = (name for name in _OUTCOMES if first == token and name == outcome)
+        return next(known, "failed")
+
+    async def _post(self, code: str, stdin: str) -> Mapping[str, Any]:
+        """The end of a program. Source: the API `run_code` of github.com/bytedance/SandboxFusion."""
         body = {
-            "code": f"{code}\n\nprint('\\n{token}')\n" if test.stdout is None else code,
+            "code": code,
             "language": "python",
-            "stdin": test.stdin,
+            "stdin": stdin,
             "run_timeout": self._limits.wall_s,
             "memory_limit_MB": self._limits.memory_bytes >> 20,
         }
@@ -125,14 +180,7 @@ class Code:
         run = reply.get("run_result") if isinstance(reply, dict) else None
         if not isinstance(run, dict) or reply.get("status") == "SandboxError":
             raise RewardUnavailable(f"{self.url}: {str(reply)[:200]}")
-        if run.get("status") == "TimeLimitExceeded":
-            return "timeout"
-        stdout = str(run.get("stdout") or "")
-        if run.get("status") != "Finished" or run.get("return_code") != 0:
-            return "failed"
-        if test.stdout is None:
-            return "passed" if stdout.rstrip().rpartition("\n")[2] == token else "failed"
-        return "passed" if _same_lines(stdout, test.stdout) else "failed"
+        return run
 
 
 def read_tests(given: Any) -> list[Case]:

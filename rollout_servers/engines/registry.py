@@ -11,7 +11,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Engine, EngineSettings
-from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
+from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, has_gpu, prepare_environment
 
 log = get_log("rollout.engine")
 
@@ -34,8 +34,9 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     if problems := engine_problems(config, model):
         raise ConfigError(problems)
     settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
-    name = settings.engine.kind
-    if settings.engine.name == "vllm":
+    name: str = settings.engine.name
+    if name == "vllm":
+        name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
         prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
     if name == "hf" and settings.return_experts:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
@@ -47,15 +48,25 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     return started
 
 
+def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
+    """`rollout.engine.core`, resolved for this host."""
+    if settings.engine.core != "auto":
+        return settings.engine.core
+    options = settings.engine.options
+    several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
+    return "process" if gpu or several or settings.weights.direct else "inline"
+
+
 def engine_problems(config: RunConfig, model: Path) -> list[str]:
     """Reasons why the engine can't serve the model, found without starting it."""
     engine, problems = config.rollout.engine, list[str]()
     if engine.name != "vllm" and takes_images(model):
         problems.append(f"rollout.engine.name={engine.name} passes no images to {model}; set rollout.engine.name=vllm")
     if config.weights.direct and engine.direct is None:
+        chosen = f"vllm/{engine.core}" if engine.name == "vllm" else engine.name
         engines = " and ".join(str(transport.engine) for transport in config.weights.possible)
         problems.append(
-            f"weights.transport={config.weights.transport} goes into {engines} only, not into {engine.kind}; "
+            f"weights.transport={config.weights.transport} goes into {engines} only, not into {chosen}; "
             "set rollout.engine.name and rollout.engine.core, or weights.transport=auto"
         )
     if engine.name == "vllm" and find_spec("vllm") is None:

@@ -64,7 +64,7 @@ def group(
         id,
         blob=f"bytes of {id}".encode(),
         oldest_version=oldest_version,
-        newest_version=newest_version,
+        newest_version=max(oldest_version, newest_version),
         order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
         facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
     )

@@ -92,7 +92,7 @@ async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunCo
     async with learner(config) as client:
         await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        assert lease == Lease([group.id for group in groups], [1.0] * 4)
+        assert lease == Lease([group.id for group in groups], [1.0] * 4, 0, [0])
         assert GroupReader(config.redis, run=config.run.name).read(lease.ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts

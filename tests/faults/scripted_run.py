@@ -65,39 +65,56 @@ class CountingLearner:
     engine: FollowingEngine
     """Gets each version when it is published."""
     step: int = 0
+    version: int = 0
+    checkpoint: tuple[int, int] = (0, 0)
+    """Steps and version of the latest one."""
     trained: History = field(default_factory=dict)
     """Ids of the groups of each step, to compare with the ledger."""
 
-    def run(self) -> None:
-        """Runs to the last step; blocks. Raises: DeadlineError without groups within the deadline."""
+    def run(self, *, killed_after: int | None = None) -> None:
+        """Runs from the checkpoint to the last step, or for so many steps; blocks.
+
+        Raises: DeadlineError without groups within the deadline.
+        """
         incarnation = new_incarnation()
+        self.step, self.version = self.checkpoint
+        end = self.config.learner.steps if killed_after is None else self.step + killed_after
         main = BufferClient(self.config, "learner", incarnation)
         feed = BufferClient(self.config, "learner-feed", incarnation)
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
-                version = main.hello(0).version
-                prefetch = thread.submit(self._lease, feed, 0, version)
-                while self.step < self.config.learner.steps:
+                latest = main.hello(self.step, version=self.version).version
+                self.version = max(self.version, latest) + bool(latest)
+                self._publish(main)
+                prefetch = thread.submit(self._lease, feed, self.step, self.version)
+                while self.step < end:
                     lease = prefetch.result()
                     if self.step + 1 < self.config.learner.steps:
-                        prefetch = thread.submit(self._lease, feed, self.step + 1, version + 1)
-                    version += 1
-                    self._train(main, lease, version)
-                main.finish()
+                        prefetch = thread.submit(self._lease, feed, self.step + 1, self.version + 1)
+                    self._train(main, lease)
+                if killed_after is None:
+                    main.finish()
             finally:
+                feed.give_up()
                 thread.shutdown(cancel_futures=True)
                 main.close()
                 feed.close()
 
-    def _train(self, main: BufferClient, lease: Lease, version: int) -> None:
+    def _publish(self, main: BufferClient) -> None:
+        main.published(self.version, evaluate=False)
+        self.engine.version = self.version
+
+    def _train(self, main: BufferClient, lease: Lease) -> None:
+        assert max(lease.staleness) <= self.config.buffer.max_staleness
         groups = GroupReader(self.config.redis, run=self.config.run.name).read(lease.ids)
         self.trained[self.step] = sorted((group.id for group in groups), key=int)
         main.trained(self.step)
         self.step += 1
-        main.published(version, evaluate=False)
-        self.engine.version = version
+        self.version += 1
+        self._publish(main)
         if self.step % self.config.learner.checkpoint.every_steps == 0:
             main.checkpointed(self.step)
+            self.checkpoint = (self.step, self.version)
 
     def _lease(self, feed: BufferClient, step: int, consuming_version: int) -> Lease:
         count = self.config.learner.groups_per_step

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.faults.processes import Fault, Run, running
 
 NAMES = ("redis", "buffer", "rollout", "learner")
 STEPS_AT_THE_END = 12
+LEARNER_KILLS = 12
 MOST_RECOVERY_S = 30.0
 """Three times the documented figure, for a busy machine. The figures are printed."""
 
@@ -54,3 +56,23 @@ def test_run_survives_many_faults(tmp_path: Path, forks: ForkServerContext, seed
     ]
     with running(tmp_path, forks) as run:
         inject(run, faults, rng)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_restarted_learner_loses_few_groups(tmp_path: Path, forks: ForkServerContext) -> None:
+    """At a low staleness: nearly all groups in the pipeline are of versions that the restarts undo."""
+    rng = random.Random(7)
+    with running(tmp_path, forks, "buffer.max_staleness=2") as run:
+        inject(run, [Fault("learner", signal.SIGKILL, rng.uniform(0, 5)) for _ in range(LEARNER_KILLS - 1)], rng)
+        counts = run.pipeline.summary()["groups"]
+        reasons = counts["reasons"]
+        print(f"{counts['issued']} issued, of them expired: {reasons}")  # noqa: T201  (docs/faults.md)
+        gradients = defaultdict[tuple[int, float], list[float]](list)
+        for record in run.pipeline.records("step"):
+            gradients[record["step"], record["lr"]].append(
+                record["grad_norm"]
+            )  # the last start ends, and decays, earlier
+        assert all(max(each) == pytest.approx(min(each), rel=1e-3) for each in gradients.values()), "not repeated"
+        lost = reasons.get("expired:too_stale", 0)
+        assert lost <= LEARNER_KILLS * run.config.learner.groups_per_step, reasons

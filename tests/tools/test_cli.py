@@ -39,6 +39,19 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'burn'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["sft", "dpo", "dashboard", "serve", "status", "resume", "export", "merge"])
+def test_command_of_others_is_answered_with_what_there_is(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([word])
+    assert cli.ELSEWHERE[word] in capsys.readouterr().err
+
+
+def test_misspelt_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sumary"])
+    assert "'summary'" in capsys.readouterr().err
+
+
 def test_bench_without_a_checkout_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,8 +43,8 @@ def test_8b_fits_eight_gpus() -> None:
 def test_remedies_are_named_where_memory_is_short() -> None:
     report = report_of("Qwen3-32B", TWO_GPUS_EACH, gpus=8)
     assert not report.fits
-    assert report.remedies == ["learner.offload: true"]
-    assert report.proposed is not None and report.proposed.startswith("16 GPUs, learner.parallel={")
+    assert report.remedies == ["learner.offload=true"]
+    assert report.proposed is not None and report.proposed.startswith("--gpus 16 ")
     offloaded = report_of("Qwen3-32B", TWO_GPUS_EACH, "learner.offload=true", gpus=8)
     assert offloaded.fits
     assert offloaded.host.keys() == {"weights", "gradients", "optimizer"}
@@ -70,6 +70,31 @@ def test_engine_without_room_for_a_sequence_does_not_fit() -> None:
     report = report_of("Qwen3-32B", "learner.optimizer.name=adamw_8bit", gpus=32)
     assert sum(report.learner.values()) < report.gpu_memory
     assert report.sequences == 0 and not report.fits
+    assert report.engine_remedy == TWO_GPUS_EACH
+
+
+SHORT = ("rollout.engine.max_model_len=4096", "rollout.sampling.max_tokens=2048", "learner.token_budget=16384")
+
+
+def test_remedies_are_arguments_of_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of("Qwen3-8B", *SHORT, "learner.activation_checkpointing=none", gpus=8)
+    assert "learner.token_budget=4096" in report.remedies  # the length of the model's context
+    assert report.proposed is not None
+    given = [str(ANSWERS_32K), f"model.path={SHAPES / 'Qwen3-8B'}", *SHORT, "learner.activation_checkpointing=none"]
+    for remedy in (report.proposed, *(f"--gpus 8 {each}" for each in report.remedies)):
+        assert command([*given, *remedy.split()]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "axes"), [(8, ()), (6, ()), (8, ("learner.parallel.dp_shard=8",))])
+def test_plain_mesh_with_checkpointing_is_proposed_first(gpus: int, axes: tuple[str, ...]) -> None:
+    report = report_of("Qwen3-8B", *SHORT, "learner.activation_checkpointing=none", *axes, gpus=gpus)
+    assert report.proposed == f"--gpus {gpus} learner.activation_checkpointing=full"
+
+
+def test_margin_is_left_free() -> None:
+    needed = sum(report_of("Qwen3-8B", gpus=8).learner.values())
+    assert not report_of("Qwen3-8B", gpus=8, gpu_memory=1.02 * needed).fits
+    assert report_of("Qwen3-8B", gpus=8, gpu_memory=1.06 * needed).learner_fits
 
 
 def test_impossible_mesh_is_refused() -> None:

@@ -12,7 +12,7 @@ from transformers.utils.logging import enable_progress_bar
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.tools.play import command
+from slipstream.tools.play import build_bytes_model, command
 from tests.tools.run_command import DEMO
 
 
@@ -57,6 +57,61 @@ def test_tables_show_tokens_turns_and_rewards(tmp_path: Path, capsys: pytest.Cap
     shown, errors = capsys.readouterr()
     assert "Loading" not in errors  # a progress bar
     assert all(part in shown for part in ("log-prob", "digit_match", "reward", "train task 0"))
+    assert shown.index("observation") < shown.index("digit_match") < shown.index("log-prob")
+
+
+def test_long_prompts_are_folded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_bytes_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    prompt = "\n".join(f"line {number}" for number in range(100))
+    rows.write_text("\n".join(json.dumps({"prompt": f"{prompt} {n}", "answer": "4"}) for n in range(2)))
+    config = {
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "env": {"name": "rows", "options": {"path": str(rows), "eval_rows": 1}},
+        "rewards": [{"name": "exact_match"}],
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    shown = {}
+    for flags in ([], ["--full"]):
+        _typed(monkeypatch, "4")
+        assert command([str(tmp_path / "run.yaml"), "--keyboard", *flags]) == 0
+        shown[bool(flags)] = capsys.readouterr().out
+    assert "line 50" not in shown[False] and "line 99" in shown[False]
+    assert len(shown[False].splitlines()) < 80
+    assert "line 50" in shown[True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["digts"], "'digits'"),
+        (["digits", "env.options.operaton=copy"], "'operation'"),
+        (["digits", "learner.stps=1"], "'steps'"),
+    ],
+)
+def test_typo_is_answered_before_anything_is_loaded(
+    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.tools.play.build_bytes_model", None)  # it loads transformers
+    with pytest.raises(ConfigError, match=named):
+        command([*arguments, "--keyboard"])
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ("textarena", ("env.options.game", "TicTacToe-v0")),
+        ("reasoning_gym", ("env.options.dataset", "prime_factorization")),
+        ("gymnasium", ("env.options.id", "Taxi-v4")),
+        ("digits", ("operation (required)",)),
+    ],
+)
+def test_what_an_env_offers_is_listed(env: str, shown: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([env, "--list"]) == 0
+    found = capsys.readouterr().out
+    assert all(part in found for part in shown)
 
 
 def test_reward_of_the_env_is_chosen_by_its_name(

@@ -45,6 +45,11 @@ def test_installed_plugins_are_listed_with_package_and_problem(capsys: pytest.Ca
     assert "slipstream_absent_package" in found["env", "plugged_bad plugged_broken:Env"]["problem"]
     assert "slipstream" in found["reward", "exact_match json:dumps"]["problem"]
     assert found["reward", "exact_match"]["problem"] == ""
+    assert all(plugin["description"] for plugin in found.values() if plugin["package"] == "slipstream")
+    assert found["env", "textarena"]["options"]["game"] == ""  # required
+    assert found["env", "textarena"]["options"]["opponent"] == '"random"'
+    assert found["loss", "ppo"]["options"]["clip_low"] == "0.2"
+    assert found["tool", "calculator"]["options"] == found["reward", "none"]["options"] == {}
     assert find_plugin("env", "plugged_good", {}) is json.loads
 
 

@@ -85,6 +85,8 @@ def test_unfinished_run_is_refused_with_the_command_to_continue(tmp_path: Path) 
         done = slipstream("summary", named, folder=where)
         assert done.returncode == 1
         assert f"`slipstream up {Path(named) / 'config.yaml'} run.dir={tmp_path / 'runs'}`" in done.stderr
+    for named in (["demo"], []):  # by name, and the latest
+        assert "runs/demo/summary.json" in slipstream("summary", *named, folder=tmp_path).stderr
     folder.root.rename(tmp_path / "runs" / "demo.1")
     done = slipstream("summary", ".", folder=tmp_path / "runs" / "demo.1")
     assert done.stderr.endswith(" demo\n")

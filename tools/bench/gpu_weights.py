@@ -78,7 +78,7 @@ def _cases(shape: Shape, *, concurrency: int) -> list[Case]:
     return [
         Case(
             title=f"vLLM process, {transport}",
-            shape=shape,
+            policy=shape,
             dtype="bfloat16",
             # vLLM requires its usual nine tenths of the memory to be free, even if it is to use less.
             engine={"kv_cache_bytes": 4 << 30, "options": {"gpu_memory_utilization": 0.5}},

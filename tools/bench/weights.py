@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.logging import configure_logging
@@ -25,7 +26,7 @@ def command(argv: Sequence[str]) -> int:
     import torch
 
     from slipstream.tools.bench.weights_transfer import transfers
-    from slipstream.tools.bench.weights_updates import POLICIES, generation, publications
+    from slipstream.tools.bench.weights_updates import POLICIES, generation, publications, saved_model
 
     torch.set_num_threads(1)  # as in a learner that `slipstream up` starts: the other cores are the servers'
     configure_logging("bench", level="warning", folder=None)
@@ -41,10 +42,15 @@ def command(argv: Sequence[str]) -> int:
                 workers, size_bytes=size_bytes, servers=servers, transports=arguments.transports, rounds=rounds
             )
             figures.show(measured)
-        for policy in arguments.policies if GENERATION in arguments.parts else ():
-            case = POLICIES[policy]
-            if arguments.keep_stale_kv:
-                case = replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
+        cases = {policy: POLICIES[policy] for policy in arguments.policies}
+        if arguments.model is not None:
+            cases = {name: saved_model(arguments.model, lora=name == "model-lora") for name in ("model", "model-lora")}
+        if arguments.keep_stale_kv:
+            cases = {
+                name: replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
+                for name, case in cases.items()
+            }
+        for policy, case in cases.items() if GENERATION in arguments.parts else ():
             name = f"{GENERATION} {policy}"
             measured, details[name] = generation(workers, case, rounds=rounds, seconds=arguments.seconds)
             figures.show(measured)
@@ -62,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policies", nargs="+", choices=["tiny", "small", "tiny-lora", "small-lora"], default=["tiny", "small"],
         help="policies that a real engine generates with; -lora: only an adapter changes (default: tiny small)",
+    )  # fmt: skip
+    add(
+        "--model", type=Path, metavar="FOLDER",
+        help="generate with this saved model in place of --policies, all of it trained and then adapters",
     )  # fmt: skip
     add(
         "--transports", nargs="+", choices=PUBLISHED, default=PUBLISHED,

@@ -75,6 +75,16 @@ def build_policy(shape: Shape) -> nn.Module:
     return policy
 
 
+def load_policy(folder: Path) -> nn.Module:
+    """A saved model as a policy, in fp32 as a learner holds it. Raises: OSError, ValueError from transformers."""
+    attention.register()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention.NAME, dtype=torch.float32, local_files_only=True
+    )
+    policy: nn.Module = model.eval()
+    return policy
+
+
 @torch.no_grad()
 def adapt(policy: Any, lora: LoraConfig) -> None:
     """Adds random adapters, which alone are trained from now on."""

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,7 @@ from slipstream.tools.bench.weights_learner import (
     Shape,
     adapt,
     build_policy,
+    load_policy,
     shape_of,
     weights_config,
 )
@@ -46,7 +48,8 @@ class Case:
     """An engine and its policy."""
 
     title: str
-    shape: Shape
+    policy: Shape | Path
+    """Sizes of a random policy, or the folder of a saved model."""
     dtype: str
     engine: Mapping[str, Any]
     """Keys of `rollout.engine`."""
@@ -71,6 +74,12 @@ POLICIES = {
     "small-lora": Case("vLLM inline, small, LoRA", SMALL, "bfloat16", INLINE, lora={}),
 }
 """For two CPU cores."""
+
+
+def saved_model(folder: Path, *, lora: bool) -> Case:
+    """A saved model with vLLM in the rollout server, all of it trained or adapters."""
+    title = f"vLLM inline, {folder.name}{', LoRA' if lora else ''}"
+    return Case(title, folder, "bfloat16", INLINE, lora={} if lora else None)
 
 
 # --- publications: until every server has applied the version ---------------------------------------------------------
@@ -162,7 +171,7 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
 
     The engine runs in a process with the real weight channel. The learner changes its policy in both kinds of windows.
     """
-    policy = build_policy(case.shape)
+    policy = load_policy(case.policy) if isinstance(case.policy, Path) else build_policy(case.policy)
     config = _generation_config(workers, case, policy)
     if config.model.lora is not None:
         adapt(policy, config.model.lora)

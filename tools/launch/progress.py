@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -20,6 +20,7 @@ from slipstream.tools.follow import MISSING, number
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+T = TypeVar("T")
 BALANCED_WITHIN = 0.05
 """Idle fractions closer than this count as balanced."""
 MIN_FILTERED_SHARE = 0.01
@@ -157,11 +158,15 @@ def table(progress: Progress) -> RenderableType:
     return Panel(rows, title=title, title_align="left", border_style="cyan", width=92)
 
 
-def line(progress: Progress) -> str:
-    """The plain view: one line."""
+def line(progress: Progress, shown: Progress | None = None) -> str:
+    """The plain view: one line.
+
+    Args:
+        shown: the progress in the line before, whose messages and warnings are left out.
+    """
     head = f"{progress.elapsed_s:7.1f} s  "
     if not progress.step:
-        return head + progress.stage + _in_parentheses(progress.messages)
+        return head + progress.stage + _in_parentheses(_new(progress.messages, {} if shown is None else shown.messages))
     step = progress.step
     parts = [
         f"step {progress.steps_done}/{progress.plan.steps}",
@@ -174,7 +179,13 @@ def line(progress: Progress) -> str:
         _filtered(step),
         _activity(progress),
     ]
-    return head + "  ".join(part for part in parts if part) + _in_parentheses(_warnings(progress))
+    return (
+        head
+        + "  ".join(part for part in parts if part)
+        + _in_parentheses(
+            _warnings(replace(progress, warnings=_new(progress.warnings, {} if shown is None else shown.warnings)))
+        )
+    )
 
 
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
@@ -235,6 +246,11 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
 
 def _warnings(progress: Progress) -> dict[str, str]:
     return {name: message for name, (_, message) in progress.warnings.items()}
+
+
+def _new(found: Mapping[str, T], before: Mapping[str, T]) -> dict[str, T]:
+    """Entries that were not there before."""
+    return {name: each for name, each in found.items() if before.get(name) != each}
 
 
 def _evaluated(progress: Progress) -> str:
@@ -348,8 +364,8 @@ class PlainScreen:
         return since_shown_s >= (PLAIN_EVERY_S if changed else PLAIN_REPEAT_S)
 
     def _print(self, progress: Progress) -> None:
-        self._shown = progress
-        print(line(progress), flush=True)
+        before, self._shown = self._shown, progress
+        print(line(progress, before), flush=True)
 
     def __enter__(self) -> Self:
         return self

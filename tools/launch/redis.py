@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def redis_command(config: RedisConfig, folder: Path) -> list[str]:
     """The command line of the embedded server; makes its data folder, `folder`, if it is missing.
 
     A script that is cut off at the end of its append-only file is removed, and a note printed on stderr.
+    Raises: SlipstreamError, with the command that repairs it, when the file is damaged in another way.
 
     The server requires the password that the environment names. It stands in a file, because any user can read command
     lines.
@@ -75,17 +77,51 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
 UNFINISHED = "a script or command that a kill or a power failure left unfinished"
 
 
-def cut_unfinished_script(folder: Path) -> int:
+def cut_unfinished_script(folder: Path, *, origin: Path | None = None) -> int:
     """Removes a script or command from the end of an append-only file whose own end is missing; returns its bytes.
 
     The server would cut the file after the script's last whole command, and at its next start run this part of the
-    script together with the first script after it. A file that is damaged in another way is left to the server.
+    script together with the first script after it.
 
     Args:
         folder: the data folder of a server that does not run.
+        origin: the folder that `folder` is a copy of, for the error.
+
+    Raises: SlipstreamError, with the command that repairs it, when the file is damaged in another way: the server would
+    not start.
     """
     file = _last_file(folder / "appendonlydir")
-    if file is None or not file.stat().st_size:
+    if file is None:
+        return 0
+    end = _sound_bytes(file)
+    if end == file.stat().st_size:
+        return 0
+    with file.open("r+b") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        size = len(content)
+        if not _begins_commands(content, end):
+            damaged = (origin or folder) / "appendonlydir" / file.name
+            raise SlipstreamError(
+                f"{damaged} is damaged from byte {end:,} of {size:,}, so the embedded server can't load it: restore "
+                f"{origin or folder} from a backup, or copy it and give up what was recorded after that byte, by\n"
+                f"  {_repair_command(damaged)}"
+            )
+        data.truncate(end)
+        os.fsync(data.fileno())
+    return size - end
+
+
+def _repair_command(file: Path) -> str:
+    """A shell command that cuts an incremental file of an append-only file before its first damage, after a question.
+
+    Not on the manifest, as the server's own message has it: its check can't read the base file that it writes.
+    """
+    check = f"exec -a {AOF_CHECK} {shlex.quote(str(get_binary_path()))} --fix {shlex.quote(str(file.resolve()))}"
+    return f"bash -c {shlex.quote(check)}"
+
+
+def _sound_bytes(file: Path) -> int:
+    """Length of an incremental file up to the first script or command that is unfinished or damaged."""
+    if not file.stat().st_size:
         return 0
     checked = subprocess.run(
         [AOF_CHECK, str(file)], executable=get_binary_path(), capture_output=True, text=True, check=False
@@ -93,14 +129,7 @@ def cut_unfinished_script(folder: Path) -> int:
     found = re.search(r"ok_up_to=(\d+)", checked.stdout)
     if found is None:
         raise SlipstreamError(f"can't check {file}: {checked.stdout}{checked.stderr}")
-    end = int(found[1])
-    with file.open("r+b") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        size = len(content)
-        if end == size or not _begins_commands(content, end):
-            return 0
-        data.truncate(end)
-        os.fsync(data.fileno())
-    return size - end
+    return int(found[1])
 
 
 def _last_file(folder: Path) -> Path | None:
@@ -205,7 +234,7 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
 
     Prints a note on stderr if the last script in the data is cut off.
 
-    Raises: ConfigError when there is no data, SlipstreamError when the server can't load it.
+    Raises: ConfigError when there is no data, SlipstreamError when it is damaged or the server can't load it.
     """
     if not (data / "appendonlydir").is_dir():
         raise ConfigError(
@@ -218,7 +247,7 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
             shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("password.conf"))
         except (OSError, shutil.Error) as error:
             raise SlipstreamError(f"can't copy {data} to {folder} (TMPDIR names another place): {error}") from error
-        if cut_unfinished_script(folder / "data"):
+        if cut_unfinished_script(folder / "data", origin=data):
             print(f"note: the ledger is shown without the end of {data}: {UNFINISHED}", file=sys.stderr)
         with (folder / "console").open("wb") as console:
             server = subprocess.Popen(

@@ -188,7 +188,8 @@ class Launch:
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
         url = self._config.redis.url
-        self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
+        building = "building the model and " if self._config.model.path is None else ""
+        self._enter(building + ("starting Redis" if url is None else f"waiting for Redis at {url}"))
         self._start_redis()
         initial_model(self._config)
         self._wait_for_redis()

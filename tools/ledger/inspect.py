@@ -17,7 +17,7 @@ from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group, LedgerCounts, Trajectory
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.cli import table_console
-from slipstream.tools.ledger.open import RUN_HELP, RUNS, OpenLedger, with_ledger
+from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
 from slipstream.tools.transcript import Decode, decoder_or_reason, printable, text_of
 
 LATEST = 5
@@ -32,6 +32,8 @@ class Report:
 
     run: str
     counts: LedgerCounts
+    trained_answers: int
+    """Each as often as it was used."""
     length_bias: Mapping[str, float]
     """Kolmogorov-Smirnov distance from the lengths of all delivered answers: of trained ones, and of dropped ones by
     reason. Only where lengths are known.
@@ -93,12 +95,10 @@ def show(argv: Sequence[str]) -> int:
         prog="slipstream ledger show",
         description="Report on the groups of a run; or show the whole history of one. Nothing is changed.",
     )
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument("group", nargs="?", metavar="GROUP", help="a group's id; without it: the report")
-    parser.add_argument("--run", metavar="RUN", help=RUN_HELP)
     arguments = parser.parse_args(argv)
     group: str | None = arguments.group
-    if group is not None and arguments.run is None and ("/" in group or (RUNS / group).is_dir()):
-        parser.error(f"{group!r} is no group's id; name a run with --run {group}")
 
     async def work(opened: OpenLedger) -> int:
         if group is None:
@@ -115,6 +115,7 @@ async def _print_report(opened: OpenLedger) -> None:
     report = Report(
         run=opened.name,
         counts=standing.counts,
+        trained_answers=sum((await opened.ledger.lengths([]))[TRAINED].values()),
         length_bias=await opened.ledger.length_bias(sorted(standing.counts.answers_dropped)),
         outcomes=standing.tasks,
         latest={state: await opened.reader.latest(state, LATEST) for state in STATES},
@@ -133,7 +134,7 @@ async def _print_group(opened: OpenLedger, group_id: str) -> None:
                 "the ledger keeps"
             )
         raise SlipstreamError(
-            f"run {opened.name} has no group {group_id!r}; `slipstream ledger show` without an id lists the latest"
+            f"run {opened.name} has no group {group_id!r}; `slipstream ledger show RUN` without an id lists the latest"
         )
     tasks = opened.identity.get("train_tasks")
     console = table_console(min_width=MIN_COLUMNS)
@@ -172,11 +173,12 @@ def _lengths(report: Report) -> Table:
     table.add_column("number", justify="right")
     table.add_column("KS distance of their lengths from all", justify="right")
     for name in (TRAINED, *sorted(report.counts.answers_dropped)):
-        dropped, distance = report.counts.answers_dropped.get(name), report.length_bias.get(name)
+        answers = report.trained_answers if name == TRAINED else report.counts.answers_dropped[name]
+        distance = report.length_bias.get(name)
         label = TRAINED if name == TRAINED else f"dropped: {name}"
         table.add_row(
             Text(printable(label)),
-            "" if dropped is None else f"{dropped:,}",
+            f"{answers:,}",
             "" if distance is None else f"{distance:.3f}",
         )
     return table

@@ -74,25 +74,38 @@ def find_run(run: str | None) -> tuple[RunPaths, RunConfig]:
 
     Raises: ConfigError when there is no such run.
     """
-    if run is None:
-        root = _latest()
-    elif Path(run).is_file():
+    if run is not None and Path(run).is_file():
         config = load_config(Path(run))
         if not config.paths.config.is_file():
             return config.paths, config
-        root = config.paths.root  # its own configuration has the ports that were chosen for the run
+        folder = config.paths  # its own configuration has the ports that were chosen for the run
+    else:
+        folder = find_folder(run)
+    if not folder.config.is_file():
+        raise ConfigError(
+            f"{folder.root} holds no config.yaml, so it is no run's folder; name one, or a configuration file"
+        )
+    try:
+        return folder, load_config(folder.config)
+    except ConfigError as error:  # written by another release
+        raise ConfigError([f"{folder.config}: {problem}" for problem in error.problems]) from None
+
+
+def find_folder(run: str | None) -> RunPaths:
+    """The run's folder, whatever it holds.
+
+    Raises: ConfigError when there is no such folder.
+    """
+    if run is None:
+        root = _latest()
+    elif Path(run).is_file():
+        root = load_config(Path(run)).paths.root
     else:
         root = Path(run) if Path(run).is_dir() else RUNS / run
         if not root.is_dir():
             known = ", ".join(sorted(config.parent.name for config in RUNS.glob("*/config.yaml")))
             raise ConfigError(f"there is no run {run!r}; runs in {RUNS.resolve()}: {known or 'none'}")
-    folder = RunPaths(root)
-    if not folder.config.is_file():
-        raise ConfigError(f"{root} holds no config.yaml, so it is no run's folder; name one, or a configuration file")
-    try:
-        return folder, load_config(folder.config)
-    except ConfigError as error:  # written by another release
-        raise ConfigError([f"{folder.config}: {problem}" for problem in error.problems]) from None
+    return RunPaths(root)
 
 
 def _latest() -> Path:

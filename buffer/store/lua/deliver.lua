@@ -30,8 +30,9 @@ local function deliver(id, facts)
   by_server[known[2]] = ids
   ids[#ids + 1] = id
   arrived[#arrived + 1] = {
-    id = id, before = 'issued', score = order, detail = 'oldest version ' .. facts.oldest, oldest = facts.oldest,
-    facts = {'oldest', facts.oldest, 'weight', string.format('%.17g', facts.weight), 'order', order,
+    id = id, before = 'issued', score = order, detail = 'oldest version ' .. facts.oldest,
+    depth = group_depth(facts.oldest, facts.newest),
+    facts = {'oldest', facts.oldest, 'newest', facts.newest, 'weight', string.format('%.17g', facts.weight), 'order', order,
       'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept)},
   }
   count_rate(1, 0)

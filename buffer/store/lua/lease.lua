@@ -1,14 +1,18 @@
--- ready -> leased, all `count` groups or none, in the sampler's order; groups that are too stale -> expired.
+-- ready -> leased, all `count` groups or none, in the sampler's order; groups that are too stale -> expired. A step that a
+-- restart has undone gets the same groups again, which leads to the weights of the versions that were undone: so all groups
+-- are as stale at their step as they would have been without the restart (depth_of).
 -- args: step, consuming_version, count, deadline_s, min_diff, min_ready (groups that must arrive before the first lease),
 -- spill_bytes, and those of `capacity`.
--- Returns {id, weight, exposure, ...}, empty while there are too few groups. A group of weight w was drawn with probability
+-- Returns {staleness, id, weight, exposure, ...}, empty while there are too few groups. `staleness` is {version, of its
+-- tokens, of those of the next version, ...}, for all versions that the groups may have tokens of. A group of weight w was drawn with probability
 -- 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left to draw (sampling.py).
 -- Returns {'spilled', ids} where the bytes of these groups must be read back from spill files first (spill.py).
 -- A repeated request for a step gets the same lease: the first answer may have been lost.
 local step, wanted = args.step, args.count
 local deadline = now() + args.deadline_s
 -- A late repetition must not hold groups for a step that is done.
-if step < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) then return {} end
+local meta = redis.call('HMGET', key('meta'), 'next_step', 'repeat_until')
+if step < tonumber(meta[1] or 0) then return {} end
 local per_insert = args.samples_per_insert
 
 -- A lease that expired while its learner is alive is renewed: its groups must not be leased for another step.
@@ -23,23 +27,61 @@ if assigned > redis.call('ZCARD', key('leased')) then
   end
 end
 
-local oldest_allowed = args.consuming_version - args.max_staleness
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. oldest_allowed)) do
-  end_uses(id, 'too_stale', 'too stale')
+local depth = depth_of(args.consuming_version)
+local function expire_stale()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. depth - args.max_staleness)) do
+    end_uses(id, 'too_stale', 'too stale')
+  end
 end
 
+-- The groups of an undone step with their scores, as those of `ready`; nil if it can't be repeated. Also returns true if one is
+-- still leased for the step before.
+local function undone_groups()
+  local found, waits = redis.call('ZRANGE', key('undone:' .. step), 0, -1, 'WITHSCORES'), false
+  if #found ~= 2 * wanted then return nil end
+  for i = 1, #found, 2 do
+    local state = state_of(found[i])
+    if state ~= 'ready' and state ~= 'leased' then return nil end
+    waits = waits or state == 'leased'
+  end
+  return found, waits
+end
+
+-- Steps from here on are not repeated: versions of the same branch that were undone are not those of this training any more.
+local function leave_undone_branches(until_step)
+  for undone = step, until_step - 1 do redis.call('DEL', key('undone:' .. undone)) end
+  redis.call('HDEL', key('meta'), 'repeat_until')
+  for i = 1, #branches - 1 do branches[i].shared = math.min(branches[i].shared or depth, depth) end
+  set_branches()
+  for _, id in ipairs(redis.call('ZRANGE', key('by_version'), 0, -1)) do
+    local known = redis.call('HMGET', key('about:' .. id), 'oldest', 'newest')
+    redis.call('ZADD', key('by_version'), group_depth(known[1], known[2] or known[1]), id)
+  end
+end
+
+expire_stale()
 local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
 if #ids == 0 then
+  local again, waits
+  local until_step = tonumber(meta[2] or 0)
+  if step < until_step then
+    again, waits = undone_groups()
+    if waits then return {} end
+    if not again then
+      leave_undone_branches(until_step)
+      expire_stale()
+    end
+  end
   if redis.call('ZCARD', key('ready')) < wanted then return {} end
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py. It applies only while more groups can arrive.
-  if redis.call('ZCARD', key('issued')) > 0 or capacity() > 0 then
+  if not again and (redis.call('ZCARD', key('issued')) > 0 or capacity() > 0) then
     local _, samples = rate_counts()
     local inserted = redis.call('HMGET', key('meta'), 'arrived', 'inserts')
     local arrived, inserts = tonumber(inserted[1] or 0), tonumber(inserted[2] or 0)
     if arrived < args.min_ready then return {} end
     if per_insert > 0 and inserts * per_insert - samples - wanted < args.min_diff - ROUNDING then return {} end
   end
-  local found = redis.call('ZRANGE', key('ready'), 0, wanted, 'WITHSCORES')
+  local found = again or redis.call('ZRANGE', key('ready'), 0, wanted, 'WITHSCORES')
   if redis.call('HLEN', key('spilled')) > 0 then
     local spilled = {}
     for place = 1, wanted do
@@ -57,7 +99,7 @@ if #ids == 0 then
     local raced, weight = unpack(redis.call('HMGET', key('about:' .. id), 'raced', 'weight'))
     local facts
     -- A group whose lease was returned has a key that the race has passed: its draw was that of the earlier lease.
-    if raced == '1' and order > position then
+    if raced == '1' and order > position and not again then
       raced_up_to = order
       facts = {'exposure', string.format('%.17g', tonumber(weight) * (threshold - position))}
     end
@@ -71,11 +113,15 @@ if #ids == 0 then
   call_with('ZADD', key('lease:' .. step), places)
   redis.call('ZADD', key('leases'), step, step)
 end
-local granted = {}
+local granted, oldest, newest = {{}}, math.huge, 0
 for _, id in ipairs(ids) do
-  local drawn = redis.call('HMGET', key('about:' .. id), 'weight', 'exposure')
+  local known = redis.call('HMGET', key('about:' .. id), 'weight', 'exposure', 'oldest', 'newest')
   granted[#granted + 1] = id
-  granted[#granted + 1] = drawn[1]
-  granted[#granted + 1] = drawn[2] or 'inf'
+  granted[#granted + 1] = known[1]
+  granted[#granted + 1] = known[2] or 'inf'
+  oldest = math.min(oldest, tonumber(known[3]))
+  newest = math.max(newest, tonumber(known[4] or args.consuming_version))
 end
+granted[1][1] = oldest
+for version = oldest, newest do granted[1][version - oldest + 2] = math.max(0, depth - depth_of(version)) end
 return granted

@@ -56,6 +56,40 @@ local function check_learner(learner)
   return redis.call('SISMEMBER', key('learners'), learner) == 1 and 'superseded' or 'unknown'
 end
 
+-- Branches of policy versions, in the order of their first versions. A learner that restarts from a checkpoint publishes
+-- its weights under a new number, which continues the version in the checkpoint: that begins a branch {first, depth,
+-- shared}. A version's depth is the number of publications that lead from the initial weights to its own; `depth` is that
+-- of `first`. Undone steps are repeated with the same groups (lease.lua), which leads to the weights of the undone versions
+-- again: a later version continues those, too. Where steps could not be repeated it does so only up to the depth `shared`.
+local branches
+local function all_branches()
+  branches = branches or cjson.decode(redis.call('GET', key('branches')) or '[{"first": 0, "depth": 0}]')
+  return branches
+end
+
+local function set_branches() redis.call('SET', key('branches'), cjson.encode(branches)) end
+
+-- Depth of a version, so that the staleness of its tokens at a later version is the difference of both depths. For a version
+-- that was undone and not repeated: as many publications before the last shared version as it is after it.
+local function depth_of(version)
+  local i = #all_branches()
+  while branches[i].first > version do i = i - 1 end
+  local depth, shared = branches[i].depth + version - branches[i].first, branches[i].shared
+  return shared and depth > shared and 2 * shared - depth or depth
+end
+
+-- Depth of a group's stalest token, which may be of any version from its oldest to its newest.
+local function group_depth(oldest, newest)
+  oldest, newest = tonumber(oldest), tonumber(newest)
+  local depth = math.min(depth_of(oldest), depth_of(newest))
+  for _, branch in ipairs(all_branches()) do
+    if branch.first > oldest and branch.first <= newest then
+      depth = math.min(depth, depth_of(branch.first), depth_of(branch.first - 1))
+    end
+  end
+  return depth
+end
+
 -- A field of a group's record.
 local function field_of(id, field) return redis.call('HGET', key('about:' .. id), field) end
 
@@ -69,7 +103,7 @@ end
 --   id, before (its present state; nil: a new group), detail (for the history; nil: none),
 --   score: orders the groups in the state: issued and leased by deadline, ready by the sampler's key, trained and durable
 --     by the last step that used them, the others by time,
---   oldest (into ready only): its oldest version, facts (or nil): further fields of its record as {field, value, ...}.
+--   depth (into ready only): see group_depth, facts (or nil): further fields of its record as {field, value, ...}.
 -- Groups that enter `trained` with more than args.spill_bytes bytes are listed in `to_spill` (spill.py).
 local function enter_state_all(state, groups)
   local left, entering, by_version = {}, {}, {}
@@ -81,7 +115,7 @@ local function enter_state_all(state, groups)
       leaving[#leaving + 1] = id
     end
     entering[2 * i - 1], entering[2 * i] = group.score, id
-    if state == 'ready' then by_version[2 * i - 1], by_version[2 * i] = group.oldest, id end
+    if state == 'ready' then by_version[2 * i - 1], by_version[2 * i] = group.depth, id end
     redis.call('HSET', key('about:' .. id), 'state', state, unpack(group.facts or {}))
     if state == 'trained' and redis.call('STRLEN', key('group:' .. id)) > args.spill_bytes then
       redis.call('SADD', key('to_spill'), id)
@@ -95,8 +129,12 @@ local function enter_state_all(state, groups)
 end
 
 local function enter_state(id, state, score, detail)
-  local oldest = state == 'ready' and field_of(id, 'oldest') or nil
-  enter_state_all(state, {{id = id, before = state_of(id) or nil, score = score, detail = detail, oldest = oldest}})
+  local depth
+  if state == 'ready' then
+    local known = redis.call('HMGET', key('about:' .. id), 'oldest', 'newest')
+    depth = group_depth(known[1], known[2] or known[1])
+  end
+  enter_state_all(state, {{id = id, before = state_of(id) or nil, score = score, detail = detail, depth = depth}})
 end
 
 -- Adds answers to a length histogram, as {bucket = answers}; `sign` -1 subtracts them.
@@ -173,7 +211,8 @@ local function capacity(server_version)
   local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + leased
   -- The uses of leased groups count when they are trained, as in `consumed`.
   local remaining = math.max(pipeline, uses * inserts - (samples - leased))
-  local left = (bound + 1 + server_version - version) * per_version - consumed
+  local behind = math.max(0, depth_of(version) - depth_of(server_version))
+  local left = (bound + 1 - behind) * per_version - consumed
   local allowed = math.floor((left - remaining) / uses + ROUNDING)
   -- Groups that the next step needs are used in it, whatever uses remain to the others. Without them it would never come.
   if left > 0 then allowed = math.max(allowed, args.groups_per_step - pipeline) end
@@ -181,7 +220,9 @@ local function capacity(server_version)
 end
 
 -- Groups that may be issued for a server of this version: the staleness capacity within the rate limit (Reverb's
--- SampleToInsertRatio, arXiv 2102.04736, see limiter.py), 0 after the run's end. Also returns the version, as `capacity`.
+-- SampleToInsertRatio, arXiv 2102.04736, see limiter.py), 0 after the run's end, and while a restarted learner is about to
+-- publish weights of less depth, with which a group would become stale that is generated now. Also returns the version, as
+-- `capacity`.
 -- args: max_diff, and those of `capacity`.
 local function issuable(server_version)
   local allowed, generating = capacity(server_version)
@@ -190,7 +231,9 @@ local function issuable(server_version)
     local inserts, samples = rate_counts()
     allowed = math.min(allowed, math.floor((args.max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
   end
-  if redis.call('HEXISTS', key('meta'), 'finished') == 1 then allowed = 0 end
+  local meta = redis.call('HMGET', key('meta'), 'finished', 'version', 'resumed_depth')
+  local undoes = meta[3] and tonumber(meta[3]) < depth_of(tonumber(meta[2] or 0))
+  if meta[1] or undoes then allowed = 0 end
   return math.max(0, allowed), generating
 end
 
@@ -278,7 +321,8 @@ local function finish_steps(last_step, max_uses, seed)
   local over, again, used, used_again = {}, {}, {}, {}
 
   local function use(id, step)
-    local known = redis.call('HMGET', key('about:' .. id), 'state', 'lengths', 'uses', 'raced', 'weight', 'order', 'oldest')
+    local known = redis.call('HMGET', key('about:' .. id), 'state', 'lengths', 'uses', 'raced', 'weight', 'order', 'oldest',
+      'newest')
     local uses, order = tonumber(known[3] or 0) + 1, known[6]
     redis.call('RPUSH', key('steps:' .. id), step)
     add_lengths('trained', cjson.decode(known[2]), 1)
@@ -293,7 +337,7 @@ local function finish_steps(last_step, max_uses, seed)
       used_again[#used_again + 1] = id
       again[#again + 1] = {
         id = id, before = known[1], score = order, detail = 'trained at step ' .. step .. ', to be used again',
-        oldest = known[7], facts = {'uses', uses, 'order', order},
+        depth = group_depth(known[7], known[8] or known[7]), facts = {'uses', uses, 'order', order},
       }
     else
       count_rate(-1, -uses)
@@ -307,7 +351,7 @@ local function finish_steps(last_step, max_uses, seed)
     local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
     for _, id in ipairs(ids) do use(id, step) end
     groups = groups + #ids
-    redis.call('DEL', key('lease:' .. step))
+    redis.call('DEL', key('lease:' .. step), key('undone:' .. step))
   end
   call_with('ZREM', key('leases'), steps)
   call_with('ZADD', key('used'), used_again)

@@ -1,10 +1,16 @@
 -- Sets the latest policy version. args: version, evaluate (request its evaluation). Repeating a version has no effect.
 -- The number of held-out tasks is known to the servers: evaluate.lua creates the slices at the first request.
 local version = args.version
-local last, before = unpack(redis.call('HMGET', key('meta'), 'version', 'evaluated'))
+local last, before, depth = unpack(redis.call('HMGET', key('meta'), 'version', 'evaluated', 'resumed_depth'))
 if not last or version > tonumber(last) then
   redis.call('HSET', key('meta'), 'version', version, 'consumed', 0)
+  depth = tonumber(depth or depth_of(version))
+  if depth ~= depth_of(version) then  -- the first one after a restart
+    branches[#branches + 1] = {first = version, depth = depth}
+    set_branches()
+  end
 end
+redis.call('HDEL', key('meta'), 'resumed_depth')
 if args.evaluate and (not before or version > tonumber(before)) then
   if before then
     -- Servers get no more of it: tasks without an answer count as failed.

@@ -2,26 +2,33 @@
 -- step -> ready, even if a later checkpoint had made them durable. Groups still leased for a step within the checkpoint
 -- were trained; Redis has lost that record. Steps within the checkpoint that the ledger has no record of count as
 -- forgotten: Redis has lost them, or another learner has undone them.
+-- Undone steps are to be repeated with the same groups (lease.lua), listed in `undone:<step>` up to the step `repeat_until`.
 -- Bytes in spill files stay there until the group is leased again: those of all undone steps may exceed Redis's memory.
--- args: steps (in the checkpoint; later ones are undone), max_uses, seed, spill_bytes, learner.
+-- args: steps (in the checkpoint; later ones are undone), version (the checkpoint's), max_uses, seed, spill_bytes, learner.
 -- Returns {groups returned to ready, undone steps of which durable groups were forgotten}, or 'superseded'.
 -- A repeated hello has no effect: it must not take back what the learner has leased and trained since.
 local done, learner = args.steps, args.learner
 if redis.call('SADD', key('learners'), learner) == 0 then return check_learner(learner) or {0, 0} end
-local next_step = tonumber(redis.call('HGET', key('meta'), 'next_step') or 0)
+local meta = redis.call('HMGET', key('meta'), 'next_step', 'repeat_until')
+local next_step = tonumber(meta[1] or 0)
 local leased_steps = redis.call('ZCOUNT', key('leases'), next_step, done - 1)
-redis.call('HSET', key('meta'), 'next_step', done, 'durable_steps', done, 'learner', learner)
+redis.call('HSET', key('meta'), 'next_step', done, 'durable_steps', done, 'learner', learner,
+  'repeat_until', math.max(next_step, tonumber(meta[2] or 0)), 'resumed_depth', depth_of(args.version))
 finish_steps(done - 1, args.max_uses, args.seed)
 local back = end_leases('the learner restarted')
+
+for step = done, next_step - 1 do redis.call('DEL', key('undone:' .. step)) end
 
 -- Takes back the uses of undone steps.
 local undone = 0
 local function undo(id)
-  local lengths, last = cjson.decode(field_of(id, 'lengths')), nil
+  local known, last = redis.call('HMGET', key('about:' .. id), 'lengths', 'order'), nil
+  local lengths = cjson.decode(known[1])
   while true do
     last = redis.call('LINDEX', key('steps:' .. id), -1)
     if not last or tonumber(last) < done then break end
     redis.call('RPOP', key('steps:' .. id))
+    redis.call('ZADD', key('undone:' .. last), known[2], id)
     redis.call('HINCRBY', key('about:' .. id), 'uses', -1)
     add_lengths('trained', lengths, -1)
     count('uses', -1)

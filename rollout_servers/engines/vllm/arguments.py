@@ -18,6 +18,8 @@ BACKEND = "slipstream_nccl"
 """Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
 ADAPTER_ID = 1
 """vLLM's id of the adapter, where there is one."""
+PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options of engines that run in several processes."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
 SERVER_VARIABLE = "SLIPSTREAM_ROLLOUT_SERVER"
@@ -50,8 +52,8 @@ def has_gpu() -> bool:
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights may go straight into the engine's GPUs; adapters, which are small, go by host memory."""
-    possible = (transport.engine for transport in settings.weights.possible)
-    return gpu and settings.lora is None and settings.engine.kind in possible
+    possible = (transport.name for transport in settings.weights.possible)
+    return gpu and settings.lora is None and settings.engine.direct in possible
 
 
 def prepare_environment(*, gpu: bool, return_experts: bool = False) -> None:

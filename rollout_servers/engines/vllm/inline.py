@@ -31,7 +31,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
-from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
+from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
 from slipstream.rollout_servers.engines.vllm.experts import reader_of
 
@@ -266,7 +266,7 @@ class InlineEngine(VllmEngine):
 def _check(settings: EngineSettings) -> None:
     """Raises: ConfigError for settings that this engine does not support."""
     options = settings.engine.options
-    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for option in PARALLEL_OPTIONS:
         if options.get(option, 1) > 1:
             raise ConfigError(
                 f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}={options[option]}); "

@@ -30,6 +30,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from slipstream.buffer.wire.weights.layout import layout, named_tensors
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
+from slipstream.rollout_servers.engines.vllm.adapter import use_one_adapter
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
 
@@ -311,5 +312,6 @@ def end_with_server() -> None:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CompleteNccl)
+use_one_adapter()
 end_with_server()
 end_without_collecting()

@@ -17,7 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
+from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving, until
 from tests.buffer.rollback import Moment
 
 Call = Callable[[BufferClient], object]
@@ -40,6 +40,35 @@ async def learners(config: RunConfig, service: BufferService) -> AsyncIterator[t
         for client in (first, second):
             await asyncio.to_thread(client.hello, 0)
         yield first, second
+
+
+async def test_nothing_is_issued_while_learner_is_away(
+    server: Peer, config: RunConfig, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.handlers.learner.PROBE_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.01)
+
+    async def paused() -> bool:
+        return service.fleet.paused
+
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        assert not await paused()
+    await until(paused)
+    await server.credits(4, held=[ticket.id])
+    await until(lambda: recorded(service, capacity=4))
+    await service.fleet.grant()
+    assert (await service.ledger.counts()).issued == 1
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        assert len(await server.tickets()) == 3
+
+
+async def recorded(service: BufferService, *, capacity: int) -> bool:
+    """Whether the server's report of its credits has arrived."""
+    return [each.credits.capacity for each in service.fleet.servers.values() if each.credits] == [capacity]
 
 
 async def supply(server: Peer, groups: int) -> list[str]:

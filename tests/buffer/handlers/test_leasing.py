@@ -33,7 +33,7 @@ class FakeLedger:
             raise self.refusal
         if self.spilled:
             raise SpilledGroupsError(self.spilled)
-        return Lease([f"{step}"] * count, [1.0] * count) if self.ready else None
+        return Lease([f"{step}"] * count, [1.0] * count, consuming_version, [0]) if self.ready else None
 
 
 class FakeSpiller:

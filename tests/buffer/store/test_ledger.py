@@ -229,6 +229,7 @@ async def test_failed_group_is_filtered_with_reason(store: Ledger) -> None:
 
 
 async def test_stale_groups_are_never_leased(store: Ledger, redis: Redis, run_name: str) -> None:
+    await store.publish(3, evaluate=False)
     stale = await ready(store, 2, oldest_version=2)
     fresh = await ready(store, 2, oldest_version=3)
     assert await lease(store, 0, 2, consuming_version=5, max_staleness=2) == fresh

@@ -46,7 +46,8 @@ from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION
 SERVERS = "ab"
 SKIPS: tuple[tuple[int, ...], ...] = ((), (0,), (1, 2, TRAIN_TASKS))
 """Tasks that a grant skips, by their distance from the cursor."""
-EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed", "read back")
+EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed", "read back",
+           "repeated", "not repeated")  # fmt: skip
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -180,17 +181,15 @@ class Interleavings(RuleBasedStateMachine):
             return
         self._hold_again(doomed=doomed)
         consuming_version = model.version + ahead
-        for id in [id for id in model.ready if model.oldest[id] < consuming_version - MAX_STALENESS]:
-            model.ready.remove(id)
-            if model.uses.get(id):
-                model.trained.add(id)
-            else:
-                model.expired += 1
-        fresh = sorted(model.ready, key=int)[:PER_STEP]
+        repeats = step < model.repeat_until
+        expected = model.next_groups(step, consuming_version)
         got = self._lease(step, consuming_version, doomed=doomed)
-        assert got == (fresh if len(fresh) == PER_STEP else [])
-        assert all(model.oldest[id] >= consuming_version - MAX_STALENESS for id in got), "leased although too stale"
+        assert got == expected
+        self.effects["not repeated"] += repeats and not model.repeat_until
+        oldest = model.depth(consuming_version) - MAX_STALENESS
+        assert all(model.depth(model.oldest[id]) >= oldest for id in got), "leased although too stale"
         if got:
+            self.effects["repeated"] += repeats and model.repeat_until > step
             model.ready -= set(got)
             self.effects["leased"] += len(got)
             model.leased[step] = Lease(got, AT_ONCE_S if doomed else LATER_S)
@@ -219,11 +218,14 @@ class Interleavings(RuleBasedStateMachine):
         self.effects["trained"] += len(ids)
         model.consumed += len(ids)
         model.next_step += len(trained)
+        model.version_after[model.next_step] = model.version
+        model.resumed_depth = None
+        for step in trained:
+            model.undone.pop(step, None)
 
     @rule()
     def publish(self) -> None:
-        self.model.version += 1
-        self.model.consumed = 0
+        self.model.publish()
         self.runner.run(self.store.publish(self.model.version, evaluate=False))
 
     @rule()
@@ -239,8 +241,8 @@ class Interleavings(RuleBasedStateMachine):
     def spill(self) -> None:
         self.runner.run(self.spiller.spill())
 
-    @rule(data=st.data(), spilled=st.booleans())
-    def restart_learner(self, data: st.DataObject, spilled: bool) -> None:
+    @rule(data=st.data(), published=st.integers(0, 3), spilled=st.booleans())
+    def restart_learner(self, data: st.DataObject, published: int, spilled: bool) -> None:
         """From the latest checkpoint, or from an older one; `spilled`: the first lease has to read groups back."""
         model = self.model
         if spilled:
@@ -248,19 +250,21 @@ class Interleavings(RuleBasedStateMachine):
         done = data.draw(st.sampled_from([model.checkpoint, model.checkpoint // 2]))
         undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
         back = {*model.held(), *undone}
-        assert self.runner.run(self.store.restart(done, learner=str(next(self.numbers)))) == (len(back), 0)
-        self.effects["given back by a restart"] += len(back)
         # The groups of undone steps are in the pipeline again.
         undone_uses = sum(step >= done for steps in model.uses.values() for step in steps)
+        version = model.restart(done)
+        found = self.runner.run(self.store.restart(done, learner=str(next(self.numbers)), version=version))
+        assert found == (len(back), 0)
+        self.effects["given back by a restart"] += len(back)
         model.consumed = max(0, model.consumed - undone_uses)
-        for steps in model.uses.values():
-            steps[:] = [step for step in steps if step < done]
         model.ready |= back
         model.leased.clear()
         model.trained -= undone
         model.durable -= undone
         model.next_step = model.checkpoint = done
-        if spilled:
+        for _ in range(published):
+            self.publish()
+        if spilled or published > 1:
             self.lease(0, False)
 
     # --- both ----------------------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operati
 async def test_groups_expired_by_lease_do_not_count(store: Ledger) -> None:
     limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
     await ready(store, 2)
+    await store.publish(1, evaluate=False)
     await ready(store, 1, oldest_version=1)
     assert await lease(store, 0, 1, consuming_version=2, bounds=limits) == []
     assert await states(store) == {"ready": 1, "expired": 2}
@@ -200,6 +201,7 @@ async def test_lease_waits_only_while_groups_may_come(store: Ledger) -> None:
 
 
 async def test_lengths_of_trained_and_dropped(store: Ledger) -> None:
+    await store.publish(1, evaluate=False)
     (short,) = await ready(store, 1, length=2, oldest_version=1)
     (long,) = await ready(store, 1, length=50)
     assert await lease(store, 0, 1, consuming_version=2) == [short]

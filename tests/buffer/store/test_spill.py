@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -66,14 +67,14 @@ async def lease_restored(store: Ledger, spiller: Spiller, step: int, count: int)
 
 def test_written_bytes_are_read_back(folder: SpillFolder) -> None:
     blobs = {"1": b"first", "2": b"", "3": b"third"}
-    locations = folder.write(blobs)
+    locations = folder.write("file", blobs)
     assert {group_id: folder.read(Location.parse(str(at))) for group_id, at in locations.items()} == blobs
     assert folder.files() == {at.file for at in locations.values()}
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
 def test_damaged_file_is_an_error(folder: SpillFolder, damage: str) -> None:
-    location = folder.write({"1": b"bytes"})["1"]
+    location = folder.write("file", {"1": b"bytes"})["1"]
     path = folder.root / location.file
     if damage == "missing":
         path.unlink()
@@ -279,9 +280,9 @@ from slipstream.configs.runtime import files
 url, run, folder, point = sys.argv[1:]
 call = Scripts.call
 
-def die(*arguments, **_):
+def die(*arguments, **named):
     if point == "Scripts.call" and arguments[1] != "spill":
-        return call(*arguments)
+        return call(*arguments, **named)
     os.kill(os.getpid(), signal.SIGKILL)
 
 exec(f"{point} = die")
@@ -300,6 +301,7 @@ async def test_killed_process_loses_no_bytes(
 ) -> None:
     ids = await trained(store, 3)
     folder.root.mkdir(parents=True)
+    monkeypatch.setattr(spill, "UNREFERENCED_S", 0.0)
     command = [sys.executable, "-c", SPILL_UNTIL_KILLED, redis_url, store.run, str(folder.root), KILL_POINTS[point]]
     assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
     assert await in_redis(store, ids) == ids
@@ -307,7 +309,6 @@ async def test_killed_process_loses_no_bytes(
     left = folder.files()
     await spiller.spill()
     assert await in_redis(store, ids) == []
-    monkeypatch.setattr(spill, "UNREFERENCED_S", 0.0)
     assert await spiller.remove_unreferenced() == len(left)
     await store.restart(0, learner="another")
     assert await lease_restored(store, spiller, 0, 3) == ids
@@ -362,6 +363,45 @@ async def test_unreferenced_files_are_removed(
     await trim(store, keep=0, max_age_s=None, until_exported=False)
     assert await spiller.remove_unreferenced() == 1
     assert folder.files() == set()
+
+
+async def forget_run(store: Ledger, before: Moment) -> None:
+    async for key in store.scripts.redis.scan_iter(match=f"{run_prefix(store.run)}*"):
+        await store.scripts.redis.delete(key)
+
+
+async def restore_older(store: Ledger, before: Moment) -> None:
+    await before.return_to()
+
+
+@pytest.mark.parametrize("lose", [forget_run, restore_older])
+async def test_files_of_another_ledger_are_moved_aside(
+    store: Ledger,
+    spiller: Spiller,
+    folder: SpillFolder,
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Ledger, Moment], Awaitable[None]],
+) -> None:
+    monkeypatch.setattr(spill, "UNREFERENCED_S", 0.0)
+    before = await Moment.of(store.scripts.redis, run_name)
+    ids = await spilled(store, spiller, 2)
+    known = await Moment.of(store.scripts.redis, run_name)
+    files = folder.files()
+    await lose(store, before)
+    with structlog.testing.capture_logs() as logs:
+        assert await spiller.remove_unreferenced() == 0
+    (line,) = logs
+    size_bytes = 2 * len("bytes of 1")
+    assert (line["log_level"], line["files"], line["size_bytes"]) == ("error", 1, size_bytes)
+    assert {path.name for path in Path(line["folder"]).iterdir()} == files
+    assert await spiller.remove_unreferenced() == 0, "what was moved stays"
+
+    await known.return_to()
+    for name in files:
+        (folder.aside / name).rename(folder.root / name)
+    await store.restart(0, learner="another")
+    assert await lease_restored(store, spiller, 0, 2) == ids
 
 
 async def test_missing_file_is_logged_once(store: Ledger, spiller: Spiller, folder: SpillFolder) -> None:

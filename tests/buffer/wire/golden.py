@@ -123,7 +123,12 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET], grant="g1")),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
-    "lease": (m.ToLearner, m.Lease(request=2, group_ids=["17", "18"], importance_weights=[1.0, 0.5])),
+    "lease": (
+        m.ToLearner,
+        m.Lease(
+            request=2, group_ids=["17", "18"], importance_weights=[1.0, 0.5], oldest_version=48, staleness=[2, 1, 0]
+        ),
+    ),
     "not_ready": (m.ToLearner, m.NotReady(request=2)),
     "state": (
         m.ToLearner,

@@ -192,7 +192,8 @@ def test_servers_without_weights_are_named_with_port(
     server.deliver(4)
     feed, version = make_feed(wait_deadline_s=0.1), config.buffer.max_staleness + 1
     with closing(BufferClient(config, "learner", LEARNER)) as client:
-        client.published(version, evaluate=False)
+        for published in (0, version):
+            client.published(published, evaluate=False)
         feed.prefetch(0, consuming_version=version)
         port = config.weights.control_port
         with pytest.raises(StarvedError, match=rf"rollout .*version 0, .* {version}.*127\.0\.0\.1 .*{port}"):

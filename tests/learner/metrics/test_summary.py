@@ -65,6 +65,12 @@ def test_figures_are_means_over_steps_and_shares_of_time() -> None:
     assert found["generation_stall_s"] == {"mean": pytest.approx(0.03), "max": 0.06}
 
 
+@pytest.mark.parametrize(("rewards", "first", "last"), [([0.062, 0.062, 0.0], 0.062, 0.0), ([0.5], 0.5, 0.5)])
+def test_short_run_has_rewards_of_its_own_first_and_last_steps(rewards: list[float], first: float, last: float) -> None:
+    found = summary([step(number, reward=reward) for number, reward in enumerate(rewards, start=1)])
+    assert (found["reward_first"], found["reward_last"]) == (first, last)
+
+
 def test_first_and_last_reward_are_of_ten_steps_each() -> None:
     found = summary([step(number) for number in range(1, 31)])
     assert found["reward_first"] == pytest.approx(0.55)
@@ -82,7 +88,7 @@ def test_undone_steps_and_their_evaluations_do_not_count() -> None:
     records += [evaluation(3, 0.95), step(2, policy_version=6), evaluation(5, 0.3), evaluation(6, 0.4)]
     found = summary(records, last_step=2, policy_version=6)
     assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (2, 6, 200)
-    assert found["reward_last"] == pytest.approx(0.15)
+    assert found["reward_last"] == pytest.approx(0.2)
     assert (found["eval_score_first"], found["eval_score"], found["eval_s"]) == (0.1, 0.4, 1.0)
     assert found["time_to_eval_0.9_s"] is None
 

@@ -261,7 +261,7 @@ def test_initial_model_is_announced_to_buffer(world: World, config: RunConfig) -
     learner = learner_that_continues(2, config, world)
     learner.run()
     model = model_fingerprint(learner.loop.settings.initial_model)
-    learner.buffer.hello.assert_called_once_with(2, model=model, vocab_size=32, undo=False)
+    learner.buffer.hello.assert_called_once_with(2, version=2, model=model, vocab_size=32, undo=False)
 
 
 def test_steps_of_damaged_checkpoint_are_undone(world: World, config: RunConfig) -> None:

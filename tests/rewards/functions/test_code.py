@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward
 from tests.rewards.episodes import episode
 from tests.rewards.functions.benchmarks import rows
+from tests.rewards.functions.fusion import fusion
 from tests.rewards.functions.http_server import serving
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -35,7 +34,7 @@ async def score(answer: str, tests: Any, **options: Any) -> Score:
 
 
 def parts(parsed: float, passed: float, timeout: float = 0.0) -> dict[str, float]:
-    return {"parsed": parsed, "passed": passed, "timeout": timeout}
+    return {"parsed": parsed, "passed": passed, "timeout": timeout, "refused": 0.0, "forged": 0.0}
 
 
 @pytest.mark.parametrize("tests", [ASSERTS[:3], "\n".join(ASSERTS[:3]), json.dumps(ASSERTS[:3])])
@@ -120,20 +119,6 @@ async def test_mbpp_is_passed_by_its_solutions() -> None:
     tasks = rows("codex_mbpp/gold_bpb_0shot")
     tests = ["\n".join([task["test_setup_code"], *task["test_list"]]) for task in tasks]
     assert not await failures([task["code"] for task in tasks], tests)
-
-
-def fusion(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
-    """Sandbox Fusion's `run_code`, by a real interpreter."""
-    assert (path, body["language"]) == ("/run_code", "python")
-    if "FAILS" in body["code"]:
-        return 200, {"status": "SandboxError", "message": "no container", "run_result": None}
-    if "LATE" in body["code"]:
-        return 200, {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
-    run = subprocess.run(
-        [sys.executable, "-I", "-c", body["code"]], input=body["stdin"], capture_output=True, text=True, check=False
-    )
-    status = {"status": "Finished", "return_code": run.returncode, "stdout": run.stdout, "stderr": run.stderr}
-    return 200, {"status": "Success" if run.returncode == 0 else "Failed", "message": "", "run_result": status}
 
 
 async def test_a_sandbox_fusion_server_runs_the_tests() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.base import EngineSettings
+from slipstream.rollout_servers.engines.registry import resolved_core, start_engine
 from tests.contract.engines import VLLM_WARNINGS
 
 pytestmark = VLLM_WARNINGS
@@ -35,6 +36,21 @@ async def test_unsupported_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         await start(tmp_path, engine, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "core"),
+    [
+        ({}, False, "inline"),
+        ({}, True, "process"),
+        ({"options": {"tensor_parallel_size": 2}}, False, "process"),
+        ({"core": "process"}, False, "process"),
+        ({"core": "inline"}, True, "inline"),
+    ],
+)
+def test_core_is_chosen_by_the_host(engine: dict[str, Any], gpu: bool, core: str, tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"model": {"path": tmp_path}, "rollout": {"engine": engine}})
+    assert resolved_core(EngineSettings.from_config(config, tmp_path, eos_token_ids=()), gpu=gpu) == core
 
 
 async def test_missing_vllm_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

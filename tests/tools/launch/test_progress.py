@@ -184,6 +184,27 @@ def test_plain_screen_repeats_an_unchanged_line_each_minute(capsys: pytest.Captu
     assert [float(text.split(" s  ")[0]) for text in capsys.readouterr().out.splitlines()] == [1.0, 61.0, 121.0]
 
 
+def test_plain_screen_prints_a_message_once(capsys: pytest.CaptureFixture[str]) -> None:
+    starting = apply_log(START, "buffer", {"event": "ready", "level": "info"})
+    loading = apply_log(starting, "rollout", {"event": "loading", "level": "info"})
+    warned = apply_log(apply_metrics(loading, STEP), "learner", {"event": "slow disk", "level": "warning"})
+    with PlainScreen() as screen:
+        for elapsed_s, state in (
+            (1, starting),
+            (62, starting),
+            (68, loading),
+            (70, warned),
+            (76, warned),
+            (140, warned),
+        ):
+            screen.show(replace(state, elapsed_s=float(elapsed_s)))
+    found = [
+        [word for word in ("ready", "loading", "slow disk") if word in text]
+        for text in capsys.readouterr().out.splitlines()
+    ]
+    assert found == [["ready"], [], ["loading"], ["slow disk"], []]
+
+
 @pytest.mark.parametrize(
     ("terminal", "plain", "screen"),
     [

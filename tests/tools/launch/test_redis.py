@@ -1,6 +1,7 @@
 """The embedded Redis-protocol server."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from slipstream.tools.launch.redis import (
     forget_run,
     ping_problem,
     redis_command,
+    served_copy,
     wait_until_ready,
 )
 from slipstream.tools.launch.supervise import Supervisor
@@ -159,8 +161,18 @@ def test_ledger_is_sound_after_torn_script_and_two_restarts(torn: AppendOnlyFile
             assert on(torn.config, lambda _, ledger: ledger.verify()) == []
 
 
-def test_file_damaged_in_the_middle_is_left_to_the_server(torn: AppendOnlyFile) -> None:
+def test_damaged_file_is_repaired_by_the_printed_command(torn: AppendOnlyFile) -> None:
     damaged = torn.content[: torn.script] + b"*1\r\nnonsense" + torn.content[torn.script :]
     torn.path.write_bytes(damaged)
-    assert cut_unfinished_script(torn.config.paths.redis) == 0
+    for load in (
+        lambda: served_copy(torn.config.paths.redis).__enter__(),
+        lambda: redis_command(torn.config.redis, torn.config.paths.redis),
+    ):
+        with pytest.raises(SlipstreamError, match=re.escape(str(torn.path))) as error:
+            load()
     assert torn.path.read_bytes() == damaged
+    _, _, command = str(error.value).partition("\n")
+    subprocess.run(command, shell=True, check=True, input=b"y\n", capture_output=True)
+    assert torn.path.read_bytes() == torn.content[: torn.script]
+    with embedded(torn.config):
+        assert on(torn.config, lambda _, ledger: ledger.verify()) == []

@@ -154,8 +154,8 @@ def test_retention_waits_for_the_export(ledger: CommandLine, make_run: MakeRun, 
 def test_trim_forgets_exported_groups_only(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     assert ledger("export", played.paths.root, "--out", file, "--trim") == 0
     assert len(read(file)) == 4
-    assert ledger("show", "1", "--run", played.paths.root) == 1
-    assert ledger("show", "9", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 1
+    assert ledger("show", played.paths.root, "9") == 0
     assert ledger("verify", played.paths.root) == 0
     assert ledger.out.startswith(SOUND)
 

@@ -109,7 +109,7 @@ async def contents(redis: Redis, run: str) -> dict[bytes, bytes | None]:
     return {key: await redis.dump(key) async for key in redis.scan_iter(match=f"{run_prefix(run)}*")}
 
 
-@pytest.mark.parametrize("arguments", [("verify", "RUN"), ("show", "--run", "RUN"), ("show", "7", "--run", "RUN")])
+@pytest.mark.parametrize("arguments", [("verify", "RUN"), ("show", "RUN"), ("show", "RUN", "7")])
 def test_inspection_changes_nothing(ledger: CommandLine, played: RunConfig, arguments: tuple[str, ...]) -> None:
     before = on(played, lambda redis, _: contents(redis, played.run.name))
     assert ledger(*(str(played.paths.root) if each == "RUN" else each for each in arguments)) == 0
@@ -119,7 +119,7 @@ def test_inspection_changes_nothing(ledger: CommandLine, played: RunConfig, argu
 
 def test_names_of_peers_are_escaped(ledger: CommandLine, played: RunConfig) -> None:
     damage(played, [("hset", "about:10", "server", "\x1b[2J[bold]r9")])
-    assert ledger("show", "10", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "10") == 0
     assert ["server", "\\x1b[2J[bold]r9"] in cells(ledger.out)
     assert ledger("verify", played.paths.root) == 1
     assert "\\x1b[2J[bold]r9" in ledger.out
@@ -134,7 +134,7 @@ def set_history(run: RunConfig, *events: str) -> None:
 
 
 def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: RunConfig) -> None:
-    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 0
     index = task_order(TASKS, seed=played.run.seed, epoch=0)[0]
     assert "group 1: durable" in ledger.out
     found = cells(ledger.out)
@@ -155,10 +155,10 @@ def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: R
 
 
 def test_group_is_shown_as_text_where_the_tokenizer_is(ledger: CommandLine, played: RunConfig) -> None:
-    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 0
     assert "tokenizer.json" in ledger.out
     initial_model(played)
-    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 0
     answers = ledger.out.partition("answer 0, reward")[2]
     assert "prompt (2 tokens)" in answers
     assert "action (2 tokens, version 0)" in answers
@@ -166,7 +166,7 @@ def test_group_is_shown_as_text_where_the_tokenizer_is(ledger: CommandLine, play
 
 def test_times_are_absolute_and_since_issue(ledger: CommandLine, played: RunConfig) -> None:
     set_history(played, "86399.250000 issued to r0", "90000.500000 ready oldest version 0")
-    assert ledger("show", "10", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "10") == 0
     found = cells(ledger.out)
     assert ["1970-01-01 23:59:59.250 UTC", "+0.000 s", "issued", "to r0"] in found
     assert ["1970-01-02 01:00:00.500 UTC", "+3601.250 s", "ready", "oldest version 0"] in found
@@ -179,10 +179,10 @@ def test_narrow_terminal_truncates_nothing(
     monkeypatch.setenv("COLUMNS", columns)
     server = "rollout-pod-" + "0123456789" * 8
     set_history(played, f"86399.250000 issued to {server}")
-    assert ledger("show", "10", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "10") == 0
     assert "1970-01-01 23:59:59.250 UTC" in ledger.out
     assert server in "".join(row[-1] for row in cells(ledger.out))
-    assert ledger("show", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root) == 0
     assert "…" not in ledger.out
 
 
@@ -190,18 +190,18 @@ def test_spilled_groups_are_verified_and_shown(ledger: CommandLine, played: RunC
     (file,) = spill(played)
     assert ledger("verify", played.paths.root) == 0
     assert ledger.out.startswith(SOUND)
-    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 0
     assert "2 answers to task" in ledger.out
     assert file.name in ledger.out
     file.write_bytes(b"damaged")
     assert ledger("verify", played.paths.root) == 1
     assert len(ledger.out.splitlines()) == 4
-    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "1") == 0
     assert "2 answers to task" not in ledger.out
 
 
 def test_filtered_group_shows_the_reason(ledger: CommandLine, played: RunConfig) -> None:
-    assert ledger("show", "9", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "9") == 0
     assert "group 9: filtered" in ledger.out
     assert cells(ledger.out)[-1][2:] == ["filtered", "reward_error"]
 
@@ -216,31 +216,28 @@ def test_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) ->
         )
 
     assert on(played, evaluate) == "evaluated"
-    assert ledger("show", "e0-0", "--run", played.paths.root) == 0
+    assert ledger("show", played.paths.root, "e0-0") == 0
     assert "2 answers to task 7" in ledger.out
 
 
 @pytest.mark.parametrize("group_id", ["13", "0", "nonsense", "e9-0"])
 def test_unknown_group_is_an_error(ledger: CommandLine, played: RunConfig, group_id: str) -> None:
-    assert ledger("show", group_id, "--run", played.paths.root) == 1
+    assert ledger("show", played.paths.root, group_id) == 1
     assert f"'{group_id}'" in ledger.err
 
 
-def test_run_in_place_of_a_group_is_refused(
-    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_is_a_name_or_a_folder(ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(played.paths.root.parent.parent)
     for run in (played.paths.root, f"runs/{played.run.name}", played.run.name):
-        assert ledger("show", run) == 2
-        assert f"--run {run}" in ledger.err
-        assert ledger("show", "--run", run) == 0
+        assert ledger("show", run, "1") == 0
+        assert "group 1: durable" in ledger.out
 
 
 def test_forgotten_group_is_distinguished_from_unknown(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(retention={"max_groups": 0})
     play(config)
     on(config, lambda _, opened: opened.trim())
-    assert ledger("show", "2", "--run", config.paths.root) == 1
+    assert ledger("show", config.paths.root, "2") == 1
     assert "buffer.retention" in ledger.err
 
 
@@ -256,7 +253,7 @@ def test_report_counts_states_reasons_lengths_and_outcomes(ledger: CommandLine, 
         await opened.filter(tasks[2].id, reason="dynamic_sampling", facts=facts)
 
     on(config, drop)
-    assert ledger("show", "--run", config.paths.root) == 0
+    assert ledger("show", config.paths.root) == 0
     found = cells(ledger.out)
     for row in (
         ["issued", "9", "12 11 10 9 8"],
@@ -264,7 +261,7 @@ def test_report_counts_states_reasons_lengths_and_outcomes(ledger: CommandLine, 
         ["filtered", "1", "3"],
         ["filtered:dynamic_sampling", "1"],
         # Of six answers four have 2 tokens and two have 4: the trained ones are all short, the dropped all long.
-        ["trained", "", "0.333"],
+        ["trained", "4", "0.333"],
         ["dropped: dynamic_sampling", "2", "0.667"],
         ["mixed", "2", "67%"],
         ["solved", "1", "33%"],

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from slipstream.configs.runtime.sandbox import (
     SandboxLimits,
     SandboxUnavailable,
     find_interpreter,
+    program,
     run_python,
 )
 
@@ -59,7 +61,7 @@ with open("/tmp/big", "wb") as file:
 """
 KILLS_PARENT = """
 import os, signal
-for process in [os.getppid(), -1, 1, {parent}]:
+for process in [os.getppid() or 2, -1, {parent}]:
     try:
         os.kill(process, signal.SIGKILL)
     except OSError as error:
@@ -128,21 +130,22 @@ def test_attack_has_no_effect_outside(attacked: Mapping[str, Any], listener: soc
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "finished"),
+    ("code", "exit_code", "ended"),
     [
-        ("print(input()[::-1])", 0, True),
-        ("import sys; sys.exit(0)", 0, False),
-        ("import os; os._exit(0)", 0, False),
-        ("import atexit, os; atexit.register(os._exit, 3)", 3, False),
-        ("raise ValueError", 1, False),
-        ("return", 1, False),
-        ("import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'x')\n    except OSError: pass", 0, False),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, False),
+        ("print(input()[::-1])", 0, "exit"),
+        ("import atexit, os; atexit.register(os._exit, 3)", 3, "exit"),
+        ("raise ValueError", 1, "exit"),
+        ("return", 1, "exit"),
+        ("import os; os.abort()", 139, "exit"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 159, "killed"),
+        ("import os, signal; os.killpg(0, signal.SIGKILL)", 159, "killed"),
+        ("import os; os._exit(137)", 159, "killed"),
+        ("import subprocess; subprocess.Popen(['sleep', '60']).kill()", 0, "exit"),
     ],
 )
-async def test_only_a_program_that_reaches_its_end_has_finished(code: str, exit_code: int, finished: bool) -> None:
+async def test_end_of_a_program_is_its_own(code: str, exit_code: int, ended: str) -> None:
     result = await run_python(code, stdin="ab\n", limits=LIMITS)
-    assert (result.exit_code, result.finished, result.ended) == (exit_code, finished, "exit")
+    assert (result.exit_code, result.ended) == (exit_code, ended)
     assert result.stdout == ("ba\n" if "input" in code else "")
 
 
@@ -155,7 +158,7 @@ async def test_a_traceback_shows_the_line_of_the_program() -> None:
 
 async def test_a_sleeping_program_ends_at_the_wall_limit() -> None:
     result = await run_python("import time; print(1, flush=True); time.sleep(60)", limits=replace(LIMITS, wall_s=3))
-    assert (result.ended, result.stdout, result.finished) == ("wall", "1\n", False)
+    assert (result.ended, result.stdout) == ("wall", "1\n")
 
 
 async def test_closed_outputs_do_not_hide_a_running_program() -> None:
@@ -185,11 +188,13 @@ async def test_a_cancelled_program_is_killed() -> None:
     assert not alive
 
 
-async def test_a_killed_bubblewrap_is_no_result() -> None:
+@pytest.mark.parametrize("killed", ["bubblewrap", "program"])
+async def test_kill_from_outside_is_no_result(killed: str) -> None:
     before = psutil.Process().children()
     running = asyncio.create_task(run_python(FORKS, limits=replace(LIMITS, wall_s=600)))
     for child in await bubblewraps(before):
-        child.kill()
+        for process in [child] if killed == "bubblewrap" else child.children():
+            process.kill()
     with pytest.raises(SandboxUnavailable, match="signal 9"):
         await running
 
@@ -197,21 +202,44 @@ async def test_a_killed_bubblewrap_is_no_result() -> None:
 async def test_programs_at_once_have_users_and_process_counts_of_their_own() -> None:
     code = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()\nprint(os.getuid())"
     results = await asyncio.gather(*(run_python(code, limits=replace(LIMITS, processes=8)) for _ in range(4)))
-    assert all(result.finished for result in results)
+    assert all(result.exit_code == 0 for result in results)
     users = {result.stdout for result in results}
     assert len(users) == (4 if os.geteuid() == 0 else 1)
     assert "0\n" not in users
 
 
-@pytest.fixture
-def failing_bubblewrap() -> Iterator[str]:
-    """A folder with a bubblewrap that fails as it does without user namespaces; other users may read it."""
+@contextmanager
+def bubblewrap(script: str) -> Iterator[str]:
+    """A folder with a bubblewrap of another kind; other users may read it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         program = Path(folder, "bwrap")
-        program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         yield folder
+
+
+@pytest.fixture
+def failing_bubblewrap() -> Iterator[str]:
+    """A folder with a bubblewrap that fails as it does without user namespaces."""
+    with bubblewrap("echo 'bwrap: No permissions to create new namespace' >&2\nexit 1") as folder:
+        yield folder
+
+
+@pytest.mark.parametrize(("delay_s", "deadline_s"), [(1.5, 60.0), (60.0, 0.1)])
+async def test_start_is_not_the_programs_time(
+    delay_s: float, deadline_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_interpreter()
+    monkeypatch.setattr(program, "START_S", deadline_s)
+    running = run_python("print(1)", limits=replace(LIMITS, wall_s=1))
+    with bubblewrap(f'sleep {delay_s}; exec {shutil.which("bwrap")} "$@"') as folder:
+        monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
+        if delay_s > deadline_s:
+            with pytest.raises(SandboxUnavailable, match="start"):
+                await running
+        else:
+            assert (await running).ended in ("exit", "wall")  # on a busy machine printing may take the second
 
 
 @pytest.fixture(params=["missing", "failing"])
@@ -246,8 +274,3 @@ async def test_unconfined_attacks_end_within_limits(attack: str) -> None:
     code = ATTACKS[attack][0].replace("/tmp/big", "big")
     result = await run_python(code, limits=LIMITS, allow_unconfined=True)
     assert result.ended == ATTACKS[attack][1]
-
-
-def test_a_missing_interpreter_is_named() -> None:
-    with pytest.raises(SandboxUnavailable, match="/nowhere/python"):
-        find_interpreter("/nowhere/python")
