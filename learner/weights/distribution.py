@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
@@ -16,21 +17,17 @@ from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import TRANSPORTS
-from slipstream.learner.weights.fanout import FetchQueue
 from slipstream.learner.weights.members import (
     Absent,
     Failing,
+    FetchQueue,
     Member,
     Roster,
-    admitted,
-    attribute_fault,
+    Rpc,
+    SyncFigures,
     choose_transport,
-    next_group,
-    record_success,
 )
-from slipstream.learner.weights.process_group import ProcessGroup
-from slipstream.learner.weights.publication import Publication, SyncFigures
-from slipstream.learner.weights.rpc import Rpc
+from slipstream.learner.weights.process_group import ProcessGroup, attribute_fault, record_success
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Fetched, TransferError
 
@@ -43,6 +40,66 @@ AVOIDED_S = 600.0
 """Time without a transport through which a member could not fetch."""
 OVERTAKEN_OFTEN = 3
 """Superseded fetches in a row between two warnings."""
+
+
+@dataclass(eq=False)
+class Publication:
+    """One version, its recipients, and the transfers that read the learner's copy.
+
+    Attributes:
+        before: the version before it, as long as its memory is not reclaimed.
+        members: the members of the moment of publication that have not applied it yet.
+        done: done when `members` is empty.
+    """
+
+    snapshot: Snapshot
+    before: "Publication | None" = None
+    members: list[Member] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    readers: int = 0
+    _sealed: Snapshot | None = None
+    _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    done: Future[None] = field(default_factory=Future)
+
+    @property
+    def version(self) -> int:
+        """The version."""
+        return self.snapshot.manifest.version
+
+    def read(self) -> ExitStack:
+        """Keeps the learner from overwriting the snapshot until the stack is closed."""
+
+        def done() -> None:
+            self.readers -= 1
+
+        self.readers += 1
+        reading = ExitStack()
+        reading.callback(done)
+        return reading
+
+    def read_with_base(self) -> ExitStack:
+        """The same for this version and the one before it, to which it has a difference."""
+        reading = self.read()
+        if self.before is not None:
+            reading.enter_context(self.before.read())
+        return reading
+
+    @property
+    def age_s(self) -> float:
+        """Time since the call of `publish`."""
+        return time.perf_counter() - self.since
+
+    async def on_host(self) -> Snapshot:
+        """The snapshot in host memory, with its checksums; made once, in a thread."""
+        async with self._sealing:
+            if self._sealed is None:
+                self._sealed = await asyncio.to_thread(self.snapshot.sealed)
+            return self._sealed
+
+    def settled(self) -> bool:
+        """True if each member has applied it or a later one, or is gone."""
+        self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
+        return not self.members
 
 
 class Distribution:
@@ -77,10 +134,9 @@ class Distribution:
         self._reclaiming: Future[None] | None = None
         self._prepared_ahead: Publication | None = None
         self._busy: set[Member] = set()
-        self._in_group: list[Member] = []
         self._changed = asyncio.Event()
-        self._patience: asyncio.TimerHandle | None = None
-        self._patience_ended = False
+        if group is not None:
+            group.changed = self._changed
         self._queue = FetchQueue(deadline_s=rpc.deadline_s)
         self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
@@ -158,7 +214,7 @@ class Distribution:
         behind = [member for member in available if member.version != version]
         together: list[Member] = []
         if group is not None and version >= group.next_version:
-            together = self._next_group(group, behind, version)
+            together = group.next_members(self._broadcast_to(behind), self._broadcast_to(self._busy), version)
         for member in behind:
             if member in together:
                 continue
@@ -167,40 +223,10 @@ class Distribution:
                 self._start(tasks, [member], self._deliver_in_turn(member, name))
             else:  # `read()` here: until the task starts, the snapshot could be overwritten
                 self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
-        if together and group is not None and not self._must_wait(version):
-            group.next_version, self._in_group = version + 1, together
+        holding = self._broadcast_to(member for member in self._roster if member.holding)
+        if together and group is not None and not group.must_wait(version, busy=self._busy, holding=holding):
+            group.begin(version, together)
             self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
-
-    def _next_group(self, group: ProcessGroup, behind: Sequence[Member], version: int) -> list[Member]:
-        """Those of the members at rest that the version is broadcast to; the others fetch it."""
-        resting, busy = self._broadcast_to(behind), self._broadcast_to(self._busy)
-        return next_group(
-            admitted(resting, version),
-            group.members,
-            others_fetch=bool(admitted([member for member in busy if member not in group.members], version)),
-            patience_s=self._rpc.deadline_s,
-        )
-
-    def _must_wait(self, version: int) -> bool:
-        """True if a broadcast waits for members: that is cheaper than another group without them.
-
-        For those that apply the version before, and, as long as one step of a transfer may take, for those that keep a
-        version for an evaluation; they fetch this version later.
-        """
-        if not self._busy.isdisjoint(admitted(self._in_group, version)):
-            return True
-        if not admitted(self._broadcast_to(member for member in self._roster if member.holding), version):
-            if self._patience is not None:
-                self._patience.cancel()
-            self._patience, self._patience_ended = None, False
-            return False
-        if self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(self._rpc.deadline_s, self._end_patience)
-        return not self._patience_ended
-
-    def _end_patience(self) -> None:
-        self._patience_ended = True
-        self.changed()
 
     def _broadcast_to(self, members: Iterable[Member]) -> list[Member]:
         """Those of the members that have a broadcast as their preferred transport."""

@@ -22,11 +22,9 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
-from slipstream.learner.weights.distribution import Distribution
-from slipstream.learner.weights.members import Roster
+from slipstream.learner.weights.distribution import Distribution, Publication
+from slipstream.learner.weights.members import Roster, Rpc, SyncFigures
 from slipstream.learner.weights.process_group import ProcessGroup
-from slipstream.learner.weights.publication import Publication, SyncFigures
-from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
 

@@ -19,7 +19,7 @@ from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.assemble import build_training
 from slipstream.learner.trainers.rl import RLTraining, RootServices
 from slipstream.learner.trainers.step import Trainer
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.weights.members import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.recorded import build_trainer, prober_of, recorded_step

@@ -14,7 +14,7 @@ import zmq
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.weights.publication import Publication
+from slipstream.learner.weights.distribution import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Transports, build_transports

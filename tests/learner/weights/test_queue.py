@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.learner.weights import fanout
-from slipstream.learner.weights.fanout import DEADLINE_SHARE, MEASURED_BYTES, SLOTS, FetchQueue
-from slipstream.learner.weights.members import Absent, Record
+from slipstream.learner.weights import members as module
+from slipstream.learner.weights.members import DEADLINE_SHARE, MEASURED_BYTES, SLOTS, Absent, FetchQueue, Record
 from slipstream.learner.weights.members import Member as RosterMember
 from tests.learner.weights.learner import Join, Learner, gathered, same
 from tests.learner.weights.member import Member
@@ -46,7 +45,7 @@ def test_few_members_fetch_at_a_time(learner: Learner, join: Join) -> None:
     members = [join(name, before_loading=begin, says=ended) for name in NAMES]
     gathered(learner, *NAMES)
     publish(learner, members, 1)
-    assert most[0] <= fanout.SLOTS
+    assert most[0] <= module.SLOTS
     assert any(member.queued for member in members)
 
 
@@ -54,7 +53,7 @@ def test_few_members_fetch_at_a_time(learner: Learner, join: Join) -> None:
 def test_queued_member_outlasts_its_deadline(
     learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch, deadline_s: float
 ) -> None:
-    monkeypatch.setattr(fanout, "SLOTS", 1)
+    monkeypatch.setattr(module, "SLOTS", 1)
     began: list[float] = []
 
     def dawdle() -> None:
