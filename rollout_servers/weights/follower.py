@@ -29,7 +29,7 @@ from slipstream.rollout_servers.engines.staging import SourceGone, Staging, Tran
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
-log = get_log("rollout.weights")
+log, evaluation_log = get_log("rollout.weights"), get_log("rollout.evaluation")
 
 JOIN_S = 1.0
 LEARNER_MS = 1000
@@ -87,7 +87,7 @@ class WeightFollower:
                 server=self.server,
                 incarnation=self.engine.incarnation,
                 version=self.engine.version,
-                staged=self._inbound.staged,
+                staged=self._inbound.staging.version,
                 host=self._host,
                 transports=self._inbound.transports,
                 workers=1 if direct is None else direct.workers,
@@ -241,14 +241,14 @@ class _DirectInstall:
 
 
 class Inbound:
-    """Receivers, the memory that they fill, and the engine that installs it."""
+    """Receivers, the memory that they fill (`staging`), and the engine that installs it."""
 
     def __init__(self, run: str, security: SecurityConfig, engine: Restartable) -> None:
         self._run = run
         self._security = security
         self._engine = engine
         self._receivers: dict[str, Receiver] = build_receivers(security)
-        self._staging = self._new_staging()
+        self.staging = self._new_staging()
         self._epoch: int | None = None
         self._entered = ""
         self._half: _DirectInstall | None = None
@@ -261,11 +261,6 @@ class Inbound:
         """
         direct = self._engine.direct
         return [*([] if direct is None or not self._engine.ready else [direct.name]), *self._receivers]
-
-    @property
-    def staged(self) -> int:
-        """The version whose bytes lie in host memory; -1 for none."""
-        return self._staging.version
 
     async def enter(self, form: w.Form) -> None:
         """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
@@ -308,7 +303,7 @@ class Inbound:
                 self._half = None  # the engine is whole, or dead
                 task.result()
         else:
-            staging = self._staging
+            staging = self.staging
             await self._blocking(
                 announce.transport, announce.deadline_s, lambda receiver: receiver.receive(announce, staging)
             )
@@ -317,7 +312,7 @@ class Inbound:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
         manifest, half = announce.manifest, self._half
         if not self.stops_generation(announce.transport):
-            return await self._engine.install(manifest.version, manifest, self._staging)
+            return await self._engine.install(manifest.version, manifest, self.staging)
         if half is None:
             raise TransferFailed(f"version {manifest.version} was not received")
         half.source.approved.set()
@@ -347,7 +342,7 @@ class Inbound:
             self._half.task.cancel()
         for receiver in self._receivers.values():
             receiver.close()
-        self._staging.abandon()
+        self.staging.abandon()
 
     async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
         """Runs a receiver's call in a thread; one that is left behind keeps its memory to itself."""
@@ -360,7 +355,7 @@ class Inbound:
                 await asyncio.shield(calling)
         except (TimeoutError, asyncio.CancelledError) as ended:
             # The thread may go on writing for a while: into memory that is nobody's any more.
-            left_behind, self._staging = self._staging, self._new_staging()
+            left_behind, self.staging = self.staging, self._new_staging()
 
             def ends(late: asyncio.Future[None]) -> None:
                 left_behind.abandon()
@@ -438,7 +433,7 @@ class EvaluationHold:
                 self._expiry.cancel()
 
     def _expire(self) -> None:
-        log.warning(
+        evaluation_log.warning(
             "evaluation not finished in time: newer weights may interrupt it",
             hold_s=self._hold_s,
             tickets=sorted(self._open),
