@@ -15,12 +15,12 @@ from benchmarks.workers import Workers, free_port
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.schema.model import LoraConfig
+from slipstream.configs.schema.weights import TRANSPORTS
 from slipstream.learner.models import attention
 from slipstream.learner.models.lora import add_adapters
-from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.learner.weights.transports.base import build_transports
 
 DEADLINE_S = 120.0
 CONTEXT = 1024
@@ -149,7 +149,7 @@ class Learner:
             dtype=getattr(torch, config.model.dtype_here),
             bucket_bytes=config.weights.bucket_bytes,
             device=device if self.publisher.on_device else torch.device("cpu"),
-            segments=config.run.name if self.publisher.offers("shm") else None,
+            segments=config.run.name if self.publisher.in_place else None,
         )
         model: Any = policy
         vocabulary = model.config.vocab_size
@@ -194,11 +194,13 @@ class Learner:
 
         Raises: SlipstreamError when a broadcast has failed already.
         """
-        if self._transport not in BROADCAST:
+        if not any(transport.broadcast for transport in TRANSPORTS.values() if transport.key == self._transport):
             return
         if self.publisher.figures.unreached:
             raise SlipstreamError(f"versions don't arrive through {self._transport}; see the log for the reason")
-        self.publisher.withdraw("stream")
+        for transport in TRANSPORTS.values():
+            if not transport.broadcast:
+                self.publisher.withdraw(transport.name)
 
     def await_updates(self, count: int, deadline_s: float) -> None:
         """Waits until servers have applied so many updates in all. Raises: DeadlineError."""

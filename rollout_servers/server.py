@@ -37,8 +37,7 @@ from slipstream.rollout_servers.tickets import (
     TicketBook,
 )
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightFollower
+from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 
 log = get_log("rollout.server")
 

@@ -25,17 +25,6 @@ def is_local_address(address: str) -> bool:
     return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
 
 
-def address_towards(host: str) -> str | None:
-    """The address of this host from which packets to `host` are sent; None if there is no route."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def resolution_error(address: str) -> str:
     """Suffix for an error about a ZeroMQ address whose host name can't be resolved; empty if it can."""
     host = urlsplit(address).hostname

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.weights import direct_transport
 
 
 class SamplingConfig(Section):
@@ -78,11 +79,10 @@ class EngineConfig(Section):
     the first one."""
 
     @property
-    def nccl(self) -> Literal["nccl", "nccl_sglang"] | None:
-        """Name of the direct transport into the engine's GPUs, if it has one."""
-        if self.name == "sglang":
-            return "nccl_sglang"
-        return "nccl" if self.name == "vllm" and self.core != "inline" else None
+    def direct(self) -> str | None:
+        """Name of the weight transport straight into the engine's GPUs, if it may have one."""
+        kind = self.name if self.name != "vllm" else "vllm/inline" if self.core == "inline" else "vllm/process"
+        return direct_transport(kind)
 
 
 class RolloutConfig(Section):

@@ -298,8 +298,8 @@ class RunConfig(Section):
         return problems
 
     def _transport_problems(self) -> list[str]:
-        if self.model.lora is not None and self.weights.transport == "nccl":
-            return ["model.lora: adapters go through host memory, not by weights.transport=nccl; set auto"]
+        if self.model.lora is not None and self.weights.direct:
+            return [f"model.lora: adapters don't go by weights.transport={self.weights.transport}; set auto"]
         return []
 
     def _model_problems(self) -> list[str]:

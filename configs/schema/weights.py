@@ -1,14 +1,120 @@
-"""Weight updates of the rollout servers, and the encryption of connections."""
+"""Weight updates of the rollout servers, their transports, and the encryption of connections."""
 
 import ipaddress
 import re
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 TransportName = Literal["gloo", "nccl", "shm", "file", "stream"]
+"""Values of `weights.transport` beside `auto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """A transport of versions. To add one: an entry of `TRANSPORTS` and the two classes that it names.
+
+    Attributes:
+        name: its name in messages between learner and rollout servers.
+        key: the value of `weights.transport` that chooses it.
+        sender: `module:class` of the learner's half, a `Fetched` or `Broadcast` (learner/weights/transport.py).
+        receiver: `module:class` of the rollout server's half, a `Receiver` (rollout_servers/weights/receivers.py); none
+            where the engine itself receives.
+        engine: that engine, as `name` or `name/core`.
+        auto: learners that offer it with `weights.transport: auto`.
+        broadcast: a version goes to a process group of servers at once; otherwise each fetches it from a source.
+        in_place: servers read the learner's own copy of a version, in memory that both hosts share.
+        queued: few servers at a time fetch, the others wait for their turn.
+        late: name of the transport by which servers fetch that a broadcast does not reach.
+        ports: keys of `weights` with the ports on which the learner listens.
+    """
+
+    name: str
+    key: TransportName
+    sender: str
+    receiver: str | None = None
+    engine: str | None = None
+    auto: Literal["any learner", "learner with a GPU", "learner without a GPU"] | None = None
+    broadcast: bool = False
+    in_place: bool = False
+    queued: bool = False
+    late: str | None = None
+    ports: tuple[str, ...] = ()
+
+    @property
+    def direct(self) -> bool:
+        """True if a version goes straight into the engine, between memories of GPUs."""
+        return self.receiver is None
+
+
+_SENDERS, _RECEIVERS = "slipstream.learner.weights.transports.", "slipstream.rollout_servers.weights.receivers:"
+TRANSPORTS = {
+    transport.name: transport
+    for transport in (
+        Transport(
+            name="nccl",
+            key="nccl",
+            sender=_SENDERS + "broadcast:NcclTransport",
+            engine="vllm/process",
+            auto="learner with a GPU",
+            broadcast=True,
+            late="stream",
+            ports=("store_port",),
+        ),
+        Transport(
+            name="nccl_sglang",
+            key="nccl",
+            sender=_SENDERS + "broadcast:SglangTransport",
+            engine="sglang",
+            broadcast=True,
+            late="stream",
+            ports=("store_port",),
+        ),
+        Transport(
+            name="shm",
+            key="shm",
+            sender=_SENDERS + "fetch:ShmTransport",
+            receiver=_RECEIVERS + "ShmReceiver",
+            auto="any learner",
+            in_place=True,
+        ),
+        Transport(
+            name="gloo",
+            key="gloo",
+            sender=_SENDERS + "broadcast:GlooTransport",
+            receiver=_RECEIVERS + "GlooReceiver",
+            auto="learner without a GPU",
+            broadcast=True,
+            late="stream",
+            ports=("store_port",),
+        ),
+        Transport(
+            name="stream",
+            key="stream",
+            sender=_SENDERS + "fetch:StreamTransport",
+            receiver=_RECEIVERS + "StreamReceiver",
+            auto="any learner",
+            queued=True,
+            ports=("stream_port",),
+        ),
+        Transport(
+            name="file",
+            key="file",
+            sender=_SENDERS + "fetch:FileTransport",
+            receiver=_RECEIVERS + "FileReceiver",
+        ),
+    )
+}
+"""All transports by name; `auto` prefers the first."""
+assert {transport.key for transport in TRANSPORTS.values()} == set(get_args(TransportName)), "TransportName"
+
+
+def direct_transport(engine: str) -> str | None:
+    """Name of the transport straight into an engine (`name` or `name/core`), if it has one."""
+    return next((transport.name for transport in TRANSPORTS.values() if transport.engine == engine), None)
 
 
 class WeightsConfig(Section):
@@ -39,9 +145,6 @@ class WeightsConfig(Section):
     differences of so many versions, and sends a whole version to servers with an older one; 1: always whole."""
     deadline_s: Seconds = 60.0
     """Deadline of each step of a transfer; a server that misses it is evicted and training goes on."""
-    relay: bool = True
-    """Rollout servers fetch versions of `stream` from each other too. Each listens on a free port: on loopback where
-    `bind` is, else on the address from which it reaches the learner."""
     rolling: bool = False
     """Servers apply a version one after another, so that generation pauses on one of them at a time; not with `nccl`,
     where it pauses on all from the first byte on."""
@@ -52,6 +155,18 @@ class WeightsConfig(Section):
     """Verify after each update that the engine holds the version: by checksums of its tensors or, where they are not
     accessible, by log-probs of a probe, compared with the learner's. A server that fails is evicted and restarts its
     engine."""
+
+    @property
+    def possible(self) -> list[Transport]:
+        """Transports that `transport` allows, the preferred one first, without those of late joiners."""
+        if self.transport == "auto":
+            return [transport for transport in TRANSPORTS.values() if transport.auto is not None]
+        return [transport for transport in TRANSPORTS.values() if transport.key == self.transport]
+
+    @property
+    def direct(self) -> bool:
+        """True if versions may only go straight into engines."""
+        return all(transport.direct for transport in self.possible)
 
     @model_validator(mode="after")
     def _bare_hosts(self) -> Self:

@@ -14,7 +14,7 @@ from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
 from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.weights.members import SyncFigures
 
 log = get_log("learner.reporter")
 

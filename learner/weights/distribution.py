@@ -6,45 +6,100 @@ member at fault delays only itself. The next version is broadcast again, by a ne
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.learner.weights.fanout import AVOIDED_S, Fanout
+from slipstream.configs.schema.weights import TRANSPORTS
 from slipstream.learner.weights.members import (
-    BROADCAST,
     Absent,
     Failing,
+    FetchQueue,
     Member,
     Roster,
-    admitted,
-    attribute_fault,
+    Rpc,
+    SyncFigures,
     choose_transport,
-    next_group,
-    record_success,
 )
-from slipstream.learner.weights.process_group import ProcessGroup
-from slipstream.learner.weights.publication import Publication, SyncFigures
-from slipstream.learner.weights.rpc import Rpc
+from slipstream.learner.weights.process_group import ProcessGroup, attribute_fault, record_success
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Fetched, TransferError
 
 log = get_log("learner.weights")
 
-IN_PLACE = ("shm",)
-"""Transports by which members read the learner's own copy of a version."""
 SILENT_AT_REST_S = 5.0
 """An idle member without a heartbeat for so long is dead, frozen or disconnected."""
 SECOND_LOOK_S = 1.0
+AVOIDED_S = 600.0
+"""Time without a transport through which a member could not fetch."""
 OVERTAKEN_OFTEN = 3
 """Superseded fetches in a row between two warnings."""
-STREAM = "stream"
-"""Transport whose fetches are admitted by `Fanout`."""
+
+
+@dataclass(eq=False)
+class Publication:
+    """One version, its recipients, and the transfers that read the learner's copy.
+
+    Attributes:
+        before: the version before it, as long as its memory is not reclaimed.
+        members: the members of the moment of publication that have not applied it yet.
+        done: done when `members` is empty.
+    """
+
+    snapshot: Snapshot
+    before: "Publication | None" = None
+    members: list[Member] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    readers: int = 0
+    _sealed: Snapshot | None = None
+    _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    done: Future[None] = field(default_factory=Future)
+
+    @property
+    def version(self) -> int:
+        """The version."""
+        return self.snapshot.manifest.version
+
+    def read(self) -> ExitStack:
+        """Keeps the learner from overwriting the snapshot until the stack is closed."""
+
+        def done() -> None:
+            self.readers -= 1
+
+        self.readers += 1
+        reading = ExitStack()
+        reading.callback(done)
+        return reading
+
+    def read_with_base(self) -> ExitStack:
+        """The same for this version and the one before it, to which it has a difference."""
+        reading = self.read()
+        if self.before is not None:
+            reading.enter_context(self.before.read())
+        return reading
+
+    @property
+    def age_s(self) -> float:
+        """Time since the call of `publish`."""
+        return time.perf_counter() - self.since
+
+    async def on_host(self) -> Snapshot:
+        """The snapshot in host memory, with its checksums; made once, in a thread."""
+        async with self._sealing:
+            if self._sealed is None:
+                self._sealed = await asyncio.to_thread(self.snapshot.sealed)
+            return self._sealed
+
+    def settled(self) -> bool:
+        """True if each member has applied it or a later one, or is gone."""
+        self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
+        return not self.members
 
 
 class Distribution:
@@ -79,11 +134,10 @@ class Distribution:
         self._reclaiming: Future[None] | None = None
         self._prepared_ahead: Publication | None = None
         self._busy: set[Member] = set()
-        self._in_group: list[Member] = []
         self._changed = asyncio.Event()
-        self._patience: asyncio.TimerHandle | None = None
-        self._patience_ended = False
-        self._fanout = Fanout(roster, deadline_s=rpc.deadline_s)
+        if group is not None:
+            group.changed = self._changed
+        self._queue = FetchQueue(deadline_s=rpc.deadline_s)
         self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
@@ -96,7 +150,7 @@ class Distribution:
         """Makes a version the latest."""
         publication.members = list(self._roster)
         publication.before, self._latest = self._latest, publication
-        self._fanout.offer(publication.version, publication.snapshot.data.numel())
+        self._queue.offer(publication.snapshot.data.numel())
         self._under_way.append(publication)
         self.changed()
 
@@ -160,50 +214,24 @@ class Distribution:
         behind = [member for member in available if member.version != version]
         together: list[Member] = []
         if group is not None and version >= group.next_version:
-            together = self._next_group(group, behind, version)
+            together = group.next_members(self._broadcast_to(behind), self._broadcast_to(self._busy), version)
         for member in behind:
             if member in together:
                 continue
             name = self._choose(member, late=True)
-            if name == STREAM:
-                self._start(tasks, [member], self._deliver_in_turn(member))
+            if name is not None and TRANSPORTS[name].queued:
+                self._start(tasks, [member], self._deliver_in_turn(member, name))
             else:  # `read()` here: until the task starts, the snapshot could be overwritten
                 self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
-        if together and group is not None and not self._must_wait(version):
-            group.next_version, self._in_group = version + 1, together
+        holding = self._broadcast_to(member for member in self._roster if member.holding)
+        if together and group is not None and not group.must_wait(version, busy=self._busy, holding=holding):
+            group.begin(version, together)
             self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
 
-    def _next_group(self, group: ProcessGroup, behind: Sequence[Member], version: int) -> list[Member]:
-        """Those of the members at rest that the version is broadcast to; the others fetch it."""
-        resting, busy = ([m for m in each if self._choose(m, late=False) in BROADCAST] for each in (behind, self._busy))
-        return next_group(
-            admitted(resting, version),
-            group.members,
-            others_fetch=bool(admitted([member for member in busy if member not in group.members], version)),
-            patience_s=self._rpc.deadline_s,
-        )
-
-    def _must_wait(self, version: int) -> bool:
-        """True if a broadcast waits for members: that is cheaper than another group without them.
-
-        For those that apply the version before, and, as long as one step of a transfer may take, for those that keep a
-        version for an evaluation; they fetch this version later.
-        """
-        if not self._busy.isdisjoint(admitted(self._in_group, version)):
-            return True
-        holding = [m for m in self._roster if m.holding and self._choose(m, late=False) in BROADCAST]
-        if not admitted(holding, version):
-            if self._patience is not None:
-                self._patience.cancel()
-            self._patience, self._patience_ended = None, False
-            return False
-        if self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(self._rpc.deadline_s, self._end_patience)
-        return not self._patience_ended
-
-    def _end_patience(self) -> None:
-        self._patience_ended = True
-        self.changed()
+    def _broadcast_to(self, members: Iterable[Member]) -> list[Member]:
+        """Those of the members that have a broadcast as their preferred transport."""
+        chosen = [(member, self._choose(member, late=False)) for member in members]
+        return [member for member, name in chosen if name is not None and TRANSPORTS[name].broadcast]
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
@@ -235,25 +263,23 @@ class Distribution:
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _deliver_in_turn(self, member: Member) -> None:
-        """Like `_deliver`, through `stream`, with the version that is the latest when the fetch is admitted."""
+    async def _deliver_in_turn(self, member: Member, name: str) -> None:
+        """Like `_deliver`, with the version that is the latest when the fetch is admitted."""
         try:
-            granted = self._fanout.enter(member)
+            granted = self._queue.enter(member)
             if not granted.done():
-                await self._rpc.send(member, w.Queued(ahead=self._fanout.waiting - 1))
-            relay = await granted
+                await self._rpc.send(member, w.Queued(ahead=self._queue.waiting - 1))
+            await granted
             latest = self._latest
             assert latest is not None, "members fetch only after a publication"
             with latest.read() as reading:
-                transfer = await self._fetch(member, latest, STREAM, reading, relay)
+                transfer = await self._fetch(member, latest, name, reading)
         finally:
-            self._fanout.leave(member)
+            self._queue.leave(member)
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _fetch(
-        self, member: Member, latest: Publication, name: str | None, reading: ExitStack, relay: Member | None = None
-    ) -> int:
+    async def _fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
         """Returns the transfer's number once the member has all bytes. Raises: Absent, TransferError."""
         await self._check_heartbeat(member)
         if name is None:
@@ -261,9 +287,7 @@ class Distribution:
             raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
         snapshot = await latest.on_host()
         source = await self._source(member, latest, name)
-        if relay is not None:
-            source = _relayed(source, relay, snapshot)
-        if name not in IN_PLACE:
+        if not TRANSPORTS[name].in_place:
             reading.close()
             self.changed()
         transfer = self._rpc.begin([member])
@@ -271,21 +295,16 @@ class Distribution:
             transfer=transfer,
             transport=name,
             manifest=snapshot.manifest,
-            # Of a relay's client half, so that it reports the failure before its own deadline here.
-            deadline_s=self._rpc.deadline_s / (1 if relay is None else 2),
+            deadline_s=self._rpc.deadline_s,
             source=source,
         )
         await self._rpc.send(member, announce)
-        await self._await_bytes(member, latest, name, source.place, relay)
-        self._figures.relayed += relay is not None
+        await self._await_bytes(member, latest, name, source.place)
         member.record.overtaken = 0
         member.staged, member.queued_at = latest.version, None
-        member.held = frozenset(part.name for part in source.parts if part.base is not None)
         return transfer
 
-    async def _await_bytes(
-        self, member: Member, latest: Publication, name: str, place: str, relay: Member | None
-    ) -> None:
+    async def _await_bytes(self, member: Member, latest: Publication, name: str, place: str) -> None:
         """Returns once the member has all bytes of an announced fetch. Raises: Absent, TransferError."""
         transport = self._fetched[name]
         await self._rpc.expect(member, w.Ready, state="getting ready", version=latest.version)
@@ -296,21 +315,16 @@ class Distribution:
                 w.Loaded,
                 state=f"receiving through {name} from {place}",
                 version=latest.version,
-                in_step=relay is not None,
                 superseded=lambda: latest is not self._latest,
             )
         except Failing:
             self._avoid(member, name)
             raise
-        except TransferError as error:
-            if latest is not self._latest:
-                self._overtaken(member, latest.version)
-            elif relay is not None:
-                self._fanout.relay_failed(relay, member, str(error))
+        except TransferError:
+            self._overtaken(member, latest.version)
             raise
         finally:
-            if relay is None:
-                self._fanout.measure(transport.sent_bytes - sent_bytes, time.monotonic() - began)
+            self._queue.measure(transport.sent_bytes - sent_bytes, time.monotonic() - began)
 
     @staticmethod
     def _avoid(member: Member, name: str) -> None:
@@ -362,7 +376,7 @@ class Distribution:
         waits for it, which is logged. It does not keep the process from exiting.
         """
         transport, version = self._fetched[name], snapshot.manifest.version
-        if name == STREAM and self._prepared.get(name) == version:
+        if TRANSPORTS[name].queued and self._prepared.get(name) == version:
             transport.prepare(snapshot)  # does nothing now, so it needs no thread
             return
         began = time.monotonic()
@@ -431,13 +445,3 @@ class Distribution:
         if applied.verified == w.BY_PROBE:
             self._figures.deviations.append(applied.deviation)
         self.changed()
-
-
-def _relayed(source: w.Source, relay: Member, snapshot: Snapshot) -> w.Source:
-    """The same parts from a member that holds the version; the whole version where it lacks one of the differences."""
-    endpoint = relay.join.relay
-    assert endpoint is not None, "chosen by Fanout"
-    parts, version = source.parts, snapshot.manifest.version
-    if any(part.name not in relay.held for part in parts if part.base is not None):
-        parts = [w.Part(name=str(version), version=version, size_bytes=snapshot.data.numel())]
-    return w.Source(place=endpoint.place, parts=parts, relay=relay.name, key=endpoint.key)

@@ -1,23 +1,46 @@
-"""Members of the weight channel (rollout servers that join, leave, are evicted), and fault attribution. No sockets."""
+"""Members of the weight channel: rollout servers that join, leave, are evicted; requests to them; turns to fetch."""
 
 import asyncio
+import itertools
+import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import zmq
+import zmq.asyncio
+
+from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.weights import TRANSPORTS
+from slipstream.learner.weights.transports.base import TransferError
 
 log = get_log("learner.weights")
 
 SILENT_S = 15.0
 """A server that puts weights into its engine, or starts another one, may be too busy for its heartbeat for a while."""
-BROADCAST = ("nccl", "nccl_sglang", "gloo")
-"""Transports that send to a whole group at once."""
 INBOX = 16
 """More than a transfer has requests; bounds the memory of a flooding server."""
+KEPT = 10_000
+"""Most figures of each kind: a run may last weeks."""
+QUIET_S = 2.0
+"""Time without a heartbeat after which the connection is tested: a dead process has none."""
+CHECK_S = 1.0
+GRACE_S = 2.0
+SLOTS = 4
+"""Fetches at a time while the rate is unknown."""
+DEADLINE_SHARE = 0.5
+"""Fetches at a time take at most this share of a deadline, at the measured rate."""
+MEASURED_BYTES = 8 << 20
+"""Smallest fetch that gives a rate: in smaller ones latency dominates."""
+
+Answer = TypeVar("Answer", w.Entered, w.Ready, w.Loaded, w.Applied)
 
 
 class Absent(SlipstreamError):
@@ -39,10 +62,6 @@ class Record:
     """The engine that it was evicted with last: another one need not stay away."""
     avoided: dict[str, float] = field(default_factory=dict)
     """Transports that it could not fetch through, and until when they are not tried again."""
-    relays_after: float = 0.0
-    """Time before which it does not relay versions to others."""
-    uses_relays_after: float = 0.0
-    """Time before which it fetches from the learner only."""
     breaks: int = 0
     """Broadcasts that broke off at it, in a row."""
     broadcast_from: int = 0
@@ -70,8 +89,6 @@ class Member:
     """A broadcast has reached it since it joined, and it was not suspected of breaking one off afterwards."""
     queued_at: float | None = None
     """Start of its wait for a fetch through `stream`."""
-    held: frozenset[str] = frozenset()
-    """Names of the differences to `staged` that it can relay."""
     suspects: int = 0
     """Members that were suspected, it among them, when a broadcast last broke off; 0 once one has reached it."""
     transfer: int = -1
@@ -192,8 +209,6 @@ class Roster:
         member.gone.set()
         if not member.inbox.full():
             member.inbox.put_nowait(None)  # wakes the request that waits for an answer
-        if not member.inbox.full():
-            member.inbox.put_nowait(None)  # wakes the request that waits for an answer
 
 
 def choose_transport(member: Member, available: Sequence[str], *, host: str, late: bool) -> str | None:
@@ -207,77 +222,218 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
     for name in available:
         if name not in member.join.transports or time.monotonic() < member.record.avoided.get(name, 0.0):
             continue
-        if (name == "shm" and member.join.host != host) or (late and name in BROADCAST):
+        transport = TRANSPORTS[name]
+        if (transport.in_place and member.join.host != host) or (late and transport.broadcast):
             continue
         return name
     return None
 
 
-CHECK = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME there, firewalls between it, the learner and the other servers"
+@dataclass
+class SyncFigures:
+    """Figures of the latest publications; read by the training loop."""
+
+    published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """From the call of `publish` until each member of that moment had applied the version, or was evicted."""
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Pause of each server's generation."""
+    deviations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Deviation of each probe's log-probs, by which a server verified its engine's weights."""
+    members: int = 0
+    """Current members."""
+    evictions: int = 0
+    unreached: int = 0
+    """Members at which broadcasts broke off, so that they fetch instead."""
 
 
-def admitted(members: Sequence[Member], version: int) -> list[Member]:
-    """Those of the members that a version may be broadcast to; the others fetch it."""
-    willing = [member for member in members if member.record.broadcast_from <= version]
-    doubtful = sorted(
-        (member for member in willing if member.suspects), key=lambda member: (member.record.breaks, member.suspects)
-    )
-    put_off = doubtful[max(1, doubtful[0].suspects // 2) :] if doubtful else []
-    return [member for member in willing if member not in put_off]
+class Rpc:
+    """Requests to rollout servers and their answers, on the control plane."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, roster: Roster, *, deadline_s: float) -> None:
+        self._socket = socket
+        self._roster = roster
+        self.deadline_s = deadline_s
+        # Random start: an answer to an earlier learner must not match.
+        self._transfers = itertools.count(random.SystemRandom().getrandbits(52))
+
+    def begin(self, members: Sequence[Member]) -> int:
+        """Number of a new transfer with these members; answers to their earlier ones are dropped from now on."""
+        transfer = next(self._transfers)
+        for member in members:
+            member.transfer = transfer
+            member.inbox = asyncio.Queue(member.inbox.maxsize)
+        return transfer
+
+    def receive(self, peer: bytes, message: Any) -> None:
+        """Passes an answer to the request that waits for it."""
+        member = self._roster.of(peer)
+        if member is not None and message.transfer == member.transfer and not member.inbox.full():
+            member.inbox.put_nowait(message)
+
+    async def send(self, member: Member, message: Message) -> None:
+        """Raises: Absent when the member is gone."""
+        if member.gone.is_set():
+            raise Absent(f"{member.name}: {member.reason}")
+        try:
+            await self._socket.send_multipart([member.peer, encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise await self.evict(member, f"connection gone, {type(message).__name__} could not be sent") from None
+
+    async def expect(
+        self,
+        member: Member,
+        kind: type[Answer],
+        *,
+        state: str,
+        version: int | None = None,
+        in_step: bool = False,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """The next answer of a member, which must be of this kind and for this version.
+
+        Args:
+            in_step: other members take part, so that one of them may be the cause if this one fails or is late.
+            superseded: whether there is a later version by now, which may have replaced the one that it fetches.
+
+        Raises: Absent when the member is evicted, for a wrong answer or for none within the deadline, or is gone;
+        Failing when it is evicted because it reported a failure; TransferError instead of both where `in_step`, and
+        where the source is gone because the version was `superseded`.
+        """
+        member.state = state
+        # The transport's own deadline comes first: its error names the absent ranks.
+        deadline_s = self.deadline_s + (GRACE_S if in_step else 0.0)
+        try:
+            answer = await self._next(member, deadline_s, may_hold=kind in (w.Ready, w.Applied))
+        except TimeoutError:
+            late = f"no answer for {self.deadline_s:.0f} s while {state}"
+            if in_step:
+                raise TransferError(f"{member.name}: {late}") from None
+            raise await self.evict(member, late) from None
+        if isinstance(answer, w.Failed):
+            failure = f"{answer.stage} failed: {answer.detail}"
+            if in_step or (answer.gone and superseded()):
+                raise TransferError(f"{member.name}: {failure}")
+            raise Failing(str(await self.evict(member, failure)))
+        if not isinstance(answer, kind):
+            due, came = kind.__name__, type(answer).__name__
+            raise await self.evict(member, f"answered {came} while {due} was due")
+        answered = getattr(answer, "version", version)
+        if version is not None and answered != version:
+            raise await self.evict(member, f"answered {kind.__name__} for version {answered}, not for {version}")
+        return answer
+
+    async def evict(self, member: Member, reason: str, *, at_fault: bool = True) -> Absent:
+        """Evicts a member, as `Roster.evict` does, and notifies it; returns the error to raise."""
+        if not member.gone.is_set():
+            retry_s = self._roster.evict(member, reason, at_fault=at_fault)
+            try:
+                await self._socket.send_multipart([member.peer, encode(w.Evicted(reason=reason, retry_s=retry_s))])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+        return Absent(f"{member.name}: {member.reason}")
+
+    async def _next(self, member: Member, deadline_s: float, *, may_hold: bool) -> Any:
+        """The next answer.
+
+        Args:
+            may_hold: the deadline starts again when the member has finished an evaluation.
+
+        Raises: TimeoutError at the deadline, Absent when the member is gone or has been silent for long.
+        """
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        while True:
+            silent = member.silent_s > SILENT_S
+            if may_hold and member.holding:
+                asked_at = loop.time()
+            left_s = deadline_s - (loop.time() - asked_at)
+            answer = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(CHECK_S, left_s))):
+                    answer = await member.inbox.get()
+            if answer is not None:
+                return answer
+            if member.gone.is_set():
+                raise Absent(f"{member.name}: {member.reason}")
+            if member.silent_s > QUIET_S:
+                await self.send(member, w.Ping())
+            # Checked twice: after a pause of this process, heartbeats may be waiting in the socket.
+            if silent and member.silent_s > SILENT_S:
+                raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
+            if left_s <= 0:
+                raise TimeoutError
 
 
-def next_group(
-    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, patience_s: float
-) -> list[Member]:
-    """Members of the next broadcast: newcomers wait for each other, so that all enter in one re-forming.
-
-    Args:
-        willing: members at rest that the version may be broadcast to.
-        formed: members of the process group that exists. If one of them is gone, it is re-formed anyway.
-        others_fetch: more newcomers are still fetching an earlier version.
-        patience_s: no newcomer waits longer than this since it joined.
-    """
-    newcomers = [member for member in willing if member not in formed]
-    stands = bool(formed) and not any(member.gone.is_set() for member in formed)
-    if stands and others_fetch and all(time.monotonic() - each.joined_at < patience_s for each in newcomers):
-        return [member for member in willing if member in formed]
-    return list(willing)
+@dataclass(eq=False)
+class _Waiter:
+    member: Member
+    granted: "asyncio.Future[None]" = field(default_factory=asyncio.Future)
 
 
-def record_success(members: Sequence[Member]) -> None:
-    """A broadcast reached all of them."""
-    for member in members:
-        if member.record.breaks:
-            log.info("broadcasts reach a rollout server again", server=member.name)
-        member.proven, member.suspects, member.record.breaks = True, 0, 0
+class FetchQueue:
+    """The members that fetch, and those that wait: the deadline of a fetch starts when it is admitted."""
 
+    def __init__(self, *, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._size_bytes = 0
+        self._waiting: list[_Waiter] = []
+        self._fetching: set[Member] = set()
+        self._rate: float | None = None
 
-def attribute_fault(members: Sequence[Member], done: Collection[Member], next_version: int, reason: str) -> None:
-    """Attributes a broadcast that broke off to members.
+    def offer(self, size_bytes: int) -> None:
+        """Sets the size of the version that is fetched from now on."""
+        self._size_bytes = size_bytes
 
-    Args:
-        done: who did its part of the step at which the broadcast broke off; the others may also be victims of one.
-        next_version: the first that is broadcast again.
-    """
-    not_done = [member for member in members if member not in done]
-    # Who was reached before is rather the victim of one that never was.
-    suspects = [member for member in not_done if not member.proven] or not_done
-    for member in suspects:
-        member.proven, member.suspects = False, len(suspects)
-    if len(suspects) == 1:
-        record_fault(suspects[0], next_version, reason)
+    @property
+    def slots(self) -> int:
+        """Fetches at a time."""
+        if self._rate is None or not self._size_bytes:
+            return SLOTS
+        return max(1, int(self._rate * self._deadline_s * DEADLINE_SHARE / self._size_bytes))
 
+    @property
+    def waiting(self) -> int:
+        """Members in the queue."""
+        return len(self._waiting)
 
-def record_fault(member: Member, next_version: int, reason: str) -> None:
-    """A broadcast broke off at this member: it fetches for a while, from `next_version` on."""
-    record = member.record
-    record.breaks += 1
-    record.broadcast_from = next_version + 2 ** (record.breaks - 1)
-    if record.breaks == 1:
-        log.warning(
-            "broadcasts don't reach a rollout server: it fetches its weights instead",
-            server=member.name,
-            reason=reason,
-            tried_again_at_version=record.broadcast_from,
-            check=CHECK,
-        )
+    def enter(self, member: Member) -> "asyncio.Future[None]":
+        """Queues a member. The future is done when its fetch is admitted, or raises Absent.
+
+        A member that has waited before, for a version that was superseded meanwhile, keeps its place.
+        """
+        if member.queued_at is None:
+            member.queued_at = time.monotonic()
+        waiter = _Waiter(member)
+        self._waiting.append(waiter)
+        self._waiting.sort(key=lambda each: each.member.queued_at or 0.0)
+        self._grant()
+        return waiter.granted
+
+    def leave(self, member: Member) -> None:
+        """Ends a member's wait or fetch."""
+        self._waiting = [waiter for waiter in self._waiting if waiter.member is not member]
+        self._fetching.discard(member)
+        self._grant()
+
+    def measure(self, sent_bytes: int, seconds: float) -> None:
+        """Takes in what the learner sent to all members while one of them fetched."""
+        if sent_bytes >= MEASURED_BYTES:
+            rate = sent_bytes / seconds
+            self._rate = rate if self._rate is None else (self._rate + rate) / 2
+
+    def _grant(self) -> None:
+        left: list[_Waiter] = []
+        for waiter in self._waiting:
+            if waiter.granted.done():  # cancelled
+                continue
+            if waiter.member.gone.is_set():
+                waiter.granted.set_exception(Absent(f"{waiter.member.name}: {waiter.member.reason}"))
+            elif len(self._fetching) < self.slots:
+                self._fetching.add(waiter.member)
+                waiter.granted.set_result(None)
+            else:
+                left.append(waiter)
+        self._waiting = left

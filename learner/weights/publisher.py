@@ -21,12 +21,10 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
-from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
-from slipstream.learner.weights.distribution import Distribution
-from slipstream.learner.weights.members import Roster
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
+from slipstream.learner.weights.distribution import Distribution, Publication
+from slipstream.learner.weights.members import Roster, Rpc, SyncFigures
 from slipstream.learner.weights.process_group import ProcessGroup
-from slipstream.learner.weights.publication import Publication, SyncFigures
-from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
 
@@ -65,9 +63,15 @@ class WeightPublisher:
         """Rollout servers that are no members only because their engine is dead."""
         return self._roster.without_engine
 
-    def offers(self, transport: str) -> bool:
-        """True if rollout servers may receive through this transport."""
-        return transport in self._transports.order
+    @property
+    def offered(self) -> list[Transport]:
+        """Transports through which rollout servers may receive."""
+        return [TRANSPORTS[name] for name in self._transports.order]
+
+    @property
+    def in_place(self) -> bool:
+        """True if rollout servers may read snapshots in shared memory."""
+        return any(transport.in_place for transport in self.offered)
 
     def withdraw(self, transport: str) -> None:
         """Sends nothing through this transport any more."""

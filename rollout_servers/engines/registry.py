@@ -54,7 +54,7 @@ def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
         return settings.engine.core
     options = settings.engine.options
     several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
-    return "process" if gpu or several or settings.weights.transport == "nccl" else "inline"
+    return "process" if gpu or several or settings.weights.direct else "inline"
 
 
 def engine_problems(config: RunConfig, model: Path) -> list[str]:
@@ -62,11 +62,12 @@ def engine_problems(config: RunConfig, model: Path) -> list[str]:
     engine, problems = config.rollout.engine, list[str]()
     if engine.name != "vllm" and takes_images(model):
         problems.append(f"rollout.engine.name={engine.name} passes no images to {model}; set rollout.engine.name=vllm")
-    if config.weights.transport == "nccl" and engine.nccl is None:
+    if config.weights.direct and engine.direct is None:
         chosen = f"vllm/{engine.core}" if engine.name == "vllm" else engine.name
+        engines = " and ".join(str(transport.engine) for transport in config.weights.possible)
         problems.append(
-            f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {chosen}; "
-            "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
+            f"weights.transport={config.weights.transport} goes into {engines} only, not into {chosen}; "
+            "set rollout.engine.name and rollout.engine.core, or weights.transport=auto"
         )
     if engine.name == "vllm" and find_spec("vllm") is None:
         problems.append(

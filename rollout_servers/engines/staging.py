@@ -27,7 +27,6 @@ class Staging:
 
     Attributes:
         version: the verified version in memory; -1 while there is none.
-        differences: those that led to it, by name of their part.
     """
 
     def __init__(self, run: str, *, shared: bool) -> None:
@@ -39,7 +38,6 @@ class Staging:
         self._checksums: Checksums | None = None
         self._base: int | None = None
         self.version = -1
-        self.differences: dict[str, memoryview] = {}
 
     @property
     def path(self) -> Path:
@@ -68,7 +66,6 @@ class Staging:
         self._checksums = Checksums(self._data.numpy().data, manifest.tensors)
         self._base = None
         self.version = -1
-        self.differences = {}
         return self._data
 
     def arrived(self, end: int) -> None:
@@ -81,11 +78,9 @@ class Staging:
         assert self._checksums is not None, "between begin() and finish()"
         self._checksums.copied(source)
 
-    def change(self, difference: bytearray | memoryview, manifest: Manifest, *, held: int, name: str = "") -> None:
-        """Applies a difference to the bytes of version `held`; keeps it under its `name`. Raises: DeltaError."""
+    def change(self, difference: bytearray | memoryview, manifest: Manifest, *, held: int) -> None:
+        """Applies a difference to the bytes of version `held`. Raises: DeltaError."""
         delta.apply(difference, self._data.numpy(), manifest.tensors, held=held)
-        if name:
-            self.differences[name] = memoryview(difference)
         if self._base is None:
             self._base = held
 

@@ -1,6 +1,5 @@
 """Receivers of the weight transports. Their calls block: the weight follower runs them in a thread."""
 
-import math
 import mmap
 import os
 import threading
@@ -8,9 +7,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +24,15 @@ from slipstream.buffer.wire.weights.delta import DeltaError
 from slipstream.buffer.wire.weights.fabric import GlooFabric
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
-from slipstream.configs.schema.weights import SecurityConfig
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.rollout_servers.engines.rendezvous import describe, join_rendezvous
 from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
 
 
 class Receiver(Protocol):
     """Fills staging memory with a version, within the deadline of the request."""
+
+    def __init__(self, security: SecurityConfig) -> None: ...
 
     def enter(self, form: Form) -> None:
         """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
@@ -49,7 +50,7 @@ class Receiver(Protocol):
 class GlooReceiver(Receiver):
     """Receives buckets into host memory, as one rank of a process group to which the learner broadcasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: SecurityConfig) -> None:
         self._form: Form | None = None
         self._fabric = GlooFabric()
 
@@ -99,7 +100,7 @@ Mapped = NDArray[np.uint8]
 class ShmReceiver(Receiver):
     """One copy from memory to memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: SecurityConfig) -> None:
         self._mapped: dict[tuple[Path, int], Mapped] = {}
 
     def receive(self, announce: Announce, staging: Staging) -> None:
@@ -181,8 +182,6 @@ WINDOW = 8
 ASK_AGAIN_S = 5.0
 """Time without any piece after which those in flight are pulled again, as after a broken connection; doubled each time,
 or a slow network would carry them twice."""
-RELAY_SILENT_S = 10.0
-"""Time without any piece after which a relay is given up; the learner then serves the version itself."""
 CHECK_MS = 100
 
 
@@ -207,14 +206,11 @@ class StreamReceiver(Receiver):
 
     def _pull(self, source: Source, announce: Announce, staging: Staging, held: int) -> None:
         manifest, deadline = announce.manifest, time.monotonic() + announce.deadline_s
-        keys = self._keys
-        if keys is not None and source.relay:
-            keys = replace(keys, service=source.key.encode())
         identity = uuid.uuid4().hex
         try:
             context = zmq.Context[zmq.Socket[bytes]].instance()
             with connect_dealer(
-                context, source.place, identity=identity, keys=keys, max_message_bytes=2 * PIECE_BYTES
+                context, source.place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
             ) as socket:
                 pull = _Pulling(socket, source, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
                 for part in source.parts:
@@ -223,7 +219,7 @@ class StreamReceiver(Receiver):
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
-                        staging.change(difference, manifest, held=held, name=part.name)
+                        staging.change(difference, manifest, held=held)
                     held = part.version
         except DeltaError as error:
             raise TransferFailed(f"version {manifest.version} from {_name(source)}: {error}") from None
@@ -234,7 +230,7 @@ class StreamReceiver(Receiver):
 
 
 def _name(source: Source) -> str:
-    return f"the stream of {source.relay or 'the learner'} at {source.place}"
+    return f"the stream of the learner at {source.place}"
 
 
 class _Pulling:
@@ -245,7 +241,6 @@ class _Pulling:
     ) -> None:
         self._socket = socket
         self._source = _name(source)
-        self._silent_s = RELAY_SILENT_S if source.relay else math.inf
         self._deadline = deadline
         self._piece_bytes = piece_bytes
         self._closed = closed
@@ -293,7 +288,7 @@ class _Pulling:
             now = time.monotonic()
             if self._closed.is_set():
                 raise TransferFailed(f"{named}: the transfer was cancelled")
-            if now >= self._deadline or (not arrived and now >= began + self._silent_s):  # also if pieces trickle in
+            if now >= self._deadline:  # also if pieces trickle in
                 raise TransferFailed(
                     f"{named} did not arrive in time: can the port be reached, and are security.keys the same?"
                 )
@@ -311,4 +306,10 @@ class _Pulling:
 
 def build_receivers(security: SecurityConfig) -> dict[str, Receiver]:
     """All receivers by name; the learner chooses one. Raises: ConfigError when a key file is missing."""
-    return {"gloo": GlooReceiver(), "shm": ShmReceiver(), "file": FileReceiver(), "stream": StreamReceiver(security)}
+    return {name: build_receiver(name, security) for name, transport in TRANSPORTS.items() if not transport.direct}
+
+
+def build_receiver(name: str, security: SecurityConfig) -> Receiver:
+    """The receiver of a transport that is not direct. Raises: ConfigError when a key file is missing."""
+    receiver: Receiver = resolve_name(str(TRANSPORTS[name].receiver))(security)
+    return receiver

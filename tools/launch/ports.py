@@ -12,7 +12,7 @@ from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.network import is_local_address, is_loopback
 from slipstream.configs.schema.run import PORT_COUNT
-from slipstream.learner.weights.members import BROADCAST
+from slipstream.configs.schema.weights import TRANSPORTS
 
 FIRST, LAST = 20_000, 32_000
 """Range of the chosen ports, below the kernel's for outgoing connections, which could take one before it is used."""
@@ -82,12 +82,9 @@ def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
         host = bind.hostname or "127.0.0.1"
         ports.append(("buffer.bind", "0.0.0.0" if host == "*" else host, bind.port))
     ports.append(("weights.control_port", weights.bind, weights.control_port))
-    broadcasts = weights.transport in {"auto", *BROADCAST}
-    if broadcasts:
-        ports.append(("weights.store_port", weights.bind, weights.store_port))
-    if broadcasts or weights.transport == "stream":
-        ports.append(("weights.stream_port", weights.bind, weights.stream_port))
-    return ports
+    late = [TRANSPORTS[transport.late] for transport in weights.possible if transport.late is not None]
+    keys = dict.fromkeys(key for transport in (*weights.possible, *late) for key in transport.ports)
+    return ports + [(f"weights.{key}", weights.bind, getattr(weights, key)) for key in keys]
 
 
 def _listen_error(host: str, port: int) -> OSError | None:

@@ -3,8 +3,7 @@
 broadcast (gloo, nccl):       Form ─▶ Entered, then Announce ─▶ Ready, Sending and [buckets] ─▶ Loaded, Apply ─▶ Applied
 fetched (shm, file, stream):                       Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
 
-`stream` admits few fetches at a time: the others get Queued first, and the deadlines of an Announce start with it. Its
-source is the learner, or a server that holds the version and relays it.
+`stream` admits few fetches at a time: the others get Queued first, and the deadlines of an Announce start with it.
 
 The learner sends requests, the server answers. Each request carries the number of its transfer and each answer repeats
 it, so that an answer to an earlier request, perhaps of an earlier learner, is recognised.
@@ -81,18 +80,6 @@ class Source(Record, frozen=True):
     place: str
     """shm: the folder of the segment; file: the shared folder; stream: the endpoint."""
     parts: list[Part]
-    relay: str = ""
-    """stream: name of the rollout server that relays the version; empty for the learner."""
-    key: str = ""
-    """stream: CURVE public key of the relay, in z85; empty for the learner, or without keys."""
-
-
-class Relay(Record, frozen=True):
-    """Endpoint from which a rollout server serves the version that it holds to others."""
-
-    place: str
-    key: str
-    """CURVE public key that clients must expect, in z85, made at its start; empty without keys."""
 
 
 class Join(Message, frozen=True):
@@ -114,8 +101,6 @@ class Join(Message, frozen=True):
     """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
     holding: bool = False
     """The server keeps its version for an evaluation; the next heartbeat without it follows at once when that ends."""
-    relay: Relay | None = None
-    """Address and key of the relay from which others can fetch version `staged`."""
 
 
 class Leave(Message, frozen=True):

@@ -14,7 +14,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.learner import KlConfig
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.data.balance import SequenceCost
@@ -32,7 +32,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
-from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.learner.weights.transports.base import build_transports
 from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")
@@ -152,7 +152,7 @@ def snapshot_taker(
             dtype=dtype,
             bucket_bytes=weights.bucket_bytes,
             device=device,
-            segments=run if publisher is not None and publisher.offers("shm") else None,
+            segments=run if publisher is not None and publisher.in_place else None,
         )
 
     host = torch.device("cpu")
@@ -161,18 +161,21 @@ def snapshot_taker(
     try:
         snapshots = on(device if publisher.on_device else host)
     except torch.OutOfMemoryError as error:
-        _withdraw(publisher, "nccl", weights, f"{device} has no room for two versions of the weights: {error}")
+        reason = f"{device} has no room for two versions of the weights: {error}"
+        _withdraw(publisher, [transport for transport in publisher.offered if transport.direct], weights, reason)
         snapshots = on(host)
     if snapshots.no_shared_memory is not None:
-        _withdraw(publisher, "shm", weights, snapshots.no_shared_memory)
+        in_place = [transport for transport in publisher.offered if transport.in_place]
+        _withdraw(publisher, in_place, weights, snapshots.no_shared_memory)
     return snapshots
 
 
-def _withdraw(publisher: WeightPublisher, transport: str, weights: WeightsConfig, reason: str) -> None:
-    if weights.transport == transport:
-        raise ConfigError(f"weights.transport={transport}: {reason}")
-    log.warning("weight transport withdrawn", transport=transport, reason=reason)
-    publisher.withdraw(transport)
+def _withdraw(publisher: WeightPublisher, transports: list[Transport], weights: WeightsConfig, reason: str) -> None:
+    if weights.transport in {transport.key for transport in transports}:
+        raise ConfigError(f"weights.transport={weights.transport}: {reason}")
+    for transport in transports:
+        log.warning("weight transport withdrawn", transport=transport.name, reason=reason)
+        publisher.withdraw(transport.name)
 
 
 def build_prober(config: RunConfig, model: nn.Module, world: World) -> Prober:

@@ -1,19 +1,26 @@
-"""Interfaces of the learner's weight transports, whose calls block, and the rendezvous of those that broadcast."""
+"""The learner's halves of the weight transports: interfaces, whose calls block; choice; rendezvous of broadcasts."""
 
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Protocol, Self
 
+import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from slipstream.buffer.wire.weights.fabric import RendezvousError, gather_ranks, store_prefix
 from slipstream.buffer.wire.weights.protocol import Source
+from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
+
+log = get_log("learner.weights.transports")
 
 
 class TransferError(SlipstreamError):
@@ -28,15 +35,40 @@ class TransferError(SlipstreamError):
         self.absent = absent
 
 
-class WeightTransport(Protocol):
+@dataclass(frozen=True)
+class SenderSettings:
+    """What a sender is built from.
+
+    Attributes:
+        folder: the run's folder of versions that are passed as files.
+        full_every: `weights.full_every`, or 1 where versions are always sent whole.
+    """
+
+    weights: WeightsConfig
+    security: SecurityConfig
+    folder: Path
+    full_every: int
+
+
+class Sender(Protocol):
     """The data plane: members fetch a version from a source, or it is broadcast to a process group of them."""
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """Listens, or makes folders. Raises: ConfigError when a port is taken or a folder can't be written to."""
+        ...
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """The reason why this process can't send so, with a remedy; None if it can."""
+        return None
 
     def close(self) -> None:
         """Frees ports, files and memory."""
         ...
 
 
-class Fetched(WeightTransport, Protocol):
+class Fetched(Sender, Protocol):
     """A transport from which each member fetches at its own pace."""
 
     @property
@@ -62,10 +94,11 @@ class Fetched(WeightTransport, Protocol):
         ...
 
 
-class Broadcast(WeightTransport, Protocol):
+class Broadcast(Sender, Protocol):
     """A transport that sends to all members of a group at once, within `weights.deadline_s`."""
 
     name: str
+    """Its name among `TRANSPORTS`."""
     on_device: bool
     """True if snapshots must lie in the accelerator's memory."""
 
@@ -98,6 +131,62 @@ class Transports:
             transport.close()
         if self.broadcast is not None:
             self.broadcast.close()
+
+
+def offered_transports(weights: WeightsConfig, *, run: str, direct: str | None) -> list[Transport]:
+    """The transports of this learner, the preferred one first; the last serves late joiners of a process group.
+
+    Args:
+        direct: name of the transport straight into the engine, if it may be used.
+
+    Raises: ConfigError when this learner can't send through the transport.
+    """
+    name, possible = weights.transport, weights.possible
+    if name == "auto":
+        device = "learner with a GPU" if torch.cuda.is_available() else "learner without a GPU"
+        possible = [transport for transport in possible if transport.auto in (device, "any learner")]
+        possible = [transport for transport in possible if not transport.direct or transport.name == direct]
+    else:
+        possible = [next((each for each in possible if each.name == direct), possible[0])]
+    offered = []
+    for transport in possible:
+        sender: type[Sender] = resolve_name(transport.sender)
+        if (obstacle := sender.obstacle(run)) is None:
+            offered.append(transport)
+        elif name != "auto":
+            raise ConfigError(f"weights.transport={name}: {obstacle}")
+        else:
+            log.warning("a weight transport is not used", transport=transport.name, reason=obstacle)
+    late = dict.fromkeys(TRANSPORTS[transport.late] for transport in offered if transport.late is not None)
+    return list(dict.fromkeys([*offered, *late]))
+
+
+def build_transports(config: RunConfig) -> Transports:
+    """The transports that `weights.transport` may need.
+
+    Raises: ConfigError when a port is taken, a key file is missing, or a folder can't be written to.
+    """
+    weights = config.weights
+    direct = None if config.model.lora is not None else config.rollout.engine.direct  # adapters are small
+    offered = offered_transports(weights, run=config.run.name, direct=direct)
+    folder = config.paths.weights if weights.folder is None else weights.folder / config.run.name
+    # Beside a broadcast only late joiners fetch, and they hold no version that a difference applies to.
+    full_every = 1 if any(transport.broadcast for transport in offered) else weights.full_every
+    settings = SenderSettings(weights, config.security, folder.absolute(), full_every)
+    fetched: dict[str, Fetched] = {}
+    broadcast: Broadcast | None = None
+    order = [transport.name for transport in offered]
+    try:
+        for transport in offered:
+            sender: Any = resolve_name(transport.sender).build(settings)
+            if transport.broadcast:
+                broadcast = sender
+            else:
+                fetched[transport.name] = sender
+    except ConfigError:
+        Transports(order, fetched, broadcast).close()
+        raise
+    return Transports(order, fetched, broadcast)
 
 
 class Rendezvous:

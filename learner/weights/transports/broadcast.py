@@ -7,7 +7,8 @@ from collections import deque
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric
 from slipstream.buffer.wire.weights.layout import tensor_buckets
+from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Rendezvous, TransferError
+from slipstream.learner.weights.transports.base import Broadcast, Rendezvous, SenderSettings, TransferError
 
+SENDER = "vllm.distributed.weight_transfer.nccl_common"
 BUCKETS_AT_ONCE = 2
 NEVER = timedelta(days=1)
 """Timeout of torch's process group: the transport's own deadline comes first."""
@@ -27,7 +30,18 @@ ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Reaction of torch's process group to a dead peer: by default it ends this process."""
 
 
-class GlooTransport:
+class _OneStore(Broadcast, Protocol):
+    """A transport that needs `weights` alone."""
+
+    def __init__(self, config: WeightsConfig) -> None: ...
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """Listens at `weights.store_port`. Raises: ConfigError."""
+        return cls(settings.weights)
+
+
+class GlooTransport(_OneStore):
     """Broadcasts a snapshot in host memory, bucket by bucket."""
 
     name = "gloo"
@@ -72,7 +86,7 @@ class GlooTransport:
         self._fabric.close()
 
 
-class NcclTransport:
+class NcclTransport(_OneStore):
     """The trainer's side of vLLM's packed NCCL broadcast; needs vllm on the learner's host.
 
     NCCL has no deadlines. So all ranks are gathered before any connects, or workers would wait for an absent one; a
@@ -91,6 +105,18 @@ class NcclTransport:
         self._rendezvous = Rendezvous(config)
         self._connecting: Future[Any] = Future()
         self._group: Any = None
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """As `Sender.obstacle`. Imports vLLM here: later, a process group would wait."""
+        if (lack := _lack_of_gpu()) is not None:
+            return lack
+        try:
+            with heavy_imports():
+                import_module(SENDER)
+        except ImportError as error:
+            return f"it needs vLLM, whose packed format it uses, in the learner's environment too ({error}); use auto"
+        return None
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
@@ -170,6 +196,10 @@ class NcclTransport:
             group.destroy()
 
 
+def _lack_of_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "it needs a CUDA GPU, and this learner sees none; use auto, or gloo"
+
+
 def _new_payload() -> str:
     """The unique id, for all ranks. Made after they are gathered: NCCL then listens until all have connected.
 
@@ -213,7 +243,7 @@ def _connect(connecting: "Future[Any]", unique_id: bytes, world: int, device: in
         group.destroy()
 
 
-class SglangTransport:
+class SglangTransport(_OneStore):
     """Rank 0 of torch's process group as SGLang makes it (`init_custom_process_group`), and the sender of its
     "flattened buckets": whole tensors, one after the other without gaps.
 
@@ -230,6 +260,11 @@ class SglangTransport:
         self._group: Any = None
         self._sending: Future[None] = Future()
         self._teardown = Teardown()
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """As `Sender.obstacle`."""
+        return _lack_of_gpu()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""

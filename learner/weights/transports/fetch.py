@@ -1,30 +1,51 @@
 """Transports from which every server fetches at its own pace: shared memory, files, a stream over ZeroMQ."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
-from slipstream.buffer.wire.auth import LEARNER, service_keys
+import zmq
+
+from slipstream.buffer.wire.auth import LEARNER, ServiceKeys, service_keys
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.layout import tensor_pieces
-from slipstream.buffer.wire.weights.protocol import Part, Source
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
-from slipstream.buffer.wire.weights.stream import PartServer
+from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
-from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports.base import Sender, SenderSettings, TransferError
 
 log = get_log("learner.weights.fetch")
 
 
-class ShmTransport:
+class ShmTransport(Sender):
     """Members copy from the learner's memory; the checksums reveal that a later version has overwritten it."""
 
     sent_bytes = 0
     chained = False
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """Needs nothing: the segments belong to the snapshots."""
+        return cls()
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """As `Sender.obstacle`."""
+        if not SHARED_MEMORY.is_dir():
+            return f"there is no {SHARED_MEMORY}"
+        try:
+            Segment(run, 1).close()
+        except SegmentError as error:
+            return str(error)
+        return None
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Makes sure that the version lies in shared memory."""
@@ -68,7 +89,7 @@ WHOLE = "v{:08d}.safetensors"
 DIFFERENCE = "v{:08d}.delta"
 
 
-class FileTransport:
+class FileTransport(Sender):
     """Writes a chain: a whole version, then `full_every - 1` differences, each to the version before it.
 
     The files of a chain are deleted with the second version after it, so that members can finish reading them.
@@ -90,6 +111,11 @@ class FileTransport:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"weights can't be written to {folder} (weights.folder): {error.strerror}") from None
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """As the constructor."""
+        return cls(settings.folder, full_every=settings.full_every)
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Writes the version, whole or as a difference; whole also if files of the chain are missing."""
@@ -151,7 +177,7 @@ class FileTransport:
         """Keeps the files, which members may still read; the next learner deletes them."""
 
 
-class StreamTransport:
+class StreamTransport(Sender):
     """Serves the last version whole, and the differences between the last `full_every` versions.
 
     Whole versions are served from the snapshots' memory, the one before the last too, so that fetches of it can finish.
@@ -170,6 +196,11 @@ class StreamTransport:
             self._server = PartServer(tcp_address(config.bind, config.stream_port), keys=keys)
         except ConfigError as error:
             raise ConfigError(f"{error} (weights.bind, weights.stream_port)") from None
+
+    @classmethod
+    def build(cls, settings: SenderSettings) -> Self:
+        """As the constructor."""
+        return cls(settings.weights, settings.security, full_every=settings.full_every)
 
     @property
     def sent_bytes(self) -> int:
@@ -220,3 +251,79 @@ class StreamTransport:
     def close(self) -> None:
         """Stops serving."""
         self._server.close()
+
+
+MAX_PULL_BYTES = 1 << 16
+LOG_EVERY_S = 10.0
+
+
+class PartServer:
+    """Answers pulls in a thread, until it is closed.
+
+    Attributes:
+        parts: bytes of each part by name; replaced as a whole, so that the thread needs no lock.
+        place: the endpoint that it listens on.
+        sent_bytes: bytes that were handed to ZeroMQ so far.
+        dropped_frames: number of malformed requests so far.
+    """
+
+    def __init__(self, address: str, *, keys: ServiceKeys | None) -> None:
+        """Listens. Raises: ConfigError when the address is taken."""
+        self.parts: Mapping[str, memoryview] = {}
+        self.sent_bytes = 0
+        self.dropped_frames = 0
+        # A context of its own: ZeroMQ authenticates the clients of one listening socket per context.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket = bind_router(self._context, address, max_message_bytes=MAX_PULL_BYTES, keys=keys)
+        except BaseException:  # raised again; a context with an open socket would block the interpreter's exit
+            self._context.destroy(linger=0)
+            raise
+        self.place = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._dropped = LogInterval(LOG_EVERY_S)
+        self._thread = threading.Thread(target=self._serve, name="weights stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True if the thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread, and with it the socket."""
+        self.parts = {}
+        if not self._context.closed:
+            self._context.term()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                peer, *frames = self._socket.recv_multipart()
+                self._answer(peer, frames)
+        except zmq.ContextTerminated:
+            pass  # close()
+        finally:
+            self._socket.close(linger=0)
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        try:
+            pull = decode(b"".join(frames), Pull)
+        except FrameError as error:
+            self.dropped_frames += 1
+            if self._dropped.due():
+                log.warning("frame dropped", peer=peer.hex(), dropped=self.dropped_frames, reason=str(error))
+            return
+        content = self.parts.get(pull.part)
+        reply: list[Any] = [peer, encode(Gone(part=pull.part))]
+        piece = memoryview(b"")
+        if content is not None and 0 <= pull.offset < len(content):
+            piece = content[pull.offset : pull.offset + pull.size_bytes]
+            reply = [peer, encode(Piece(part=pull.part, offset=pull.offset)), piece]
+        try:
+            # Without a copy: a client that pulls and never reads must not cost memory.
+            self._socket.send_multipart(reply, zmq.NOBLOCK, copy=False)
+            self.sent_bytes += len(piece)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            log.info("piece not sent: the server is gone, or does not read", peer=peer.hex(), part=pull.part)

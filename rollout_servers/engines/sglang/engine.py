@@ -100,8 +100,8 @@ class SglangEngine(BaseEngine):
         try:
             info = server_info(await engine._calls.get(INFO))
             engine._check_room(info)
-            if nccl:
-                engine.direct = DirectTransport("nccl_sglang", info.tp_size)
+            if nccl and settings.engine.direct is not None:
+                engine.direct = DirectTransport(settings.engine.direct, info.tp_size)
                 engine._transfer = SglangTransfer(engine._calls, engine._pause, tensors, workers=info.tp_size)
         except (EngineError, asyncio.CancelledError):
             await engine.close()

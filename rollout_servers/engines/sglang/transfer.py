@@ -240,10 +240,11 @@ _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
-    if settings.weights.transport != "nccl":
+    if not settings.weights.direct:
         return False
     if not gpu:
-        raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
+        transport = settings.weights.transport
+        raise ConfigError(f"weights.transport={transport} needs a GPU here; set weights.transport=auto")
     require_one(
         settings,
         _STAGES,

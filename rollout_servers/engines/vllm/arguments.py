@@ -52,7 +52,8 @@ def has_gpu() -> bool:
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights may go straight into the engine's GPUs; adapters, which are small, go by host memory."""
-    return gpu and settings.lora is None and settings.weights.transport in ("auto", "nccl")
+    possible = [transport.name for transport in settings.weights.possible]
+    return gpu and settings.lora is None and settings.engine.direct in possible
 
 
 def prepare_environment(*, gpu: bool, return_experts: bool = False) -> None:

@@ -141,7 +141,8 @@ class ProcessEngine(VllmEngine):
         self._adapter = adapter_request(llm.vllm_config)
         self._request_numbers = itertools.count()
         self._transfer = NcclTransfer(self._core, keep_stale_kv=self._keep_stale_kv) if nccl else None
-        self.direct = DirectTransport("nccl", self._transfer.workers) if self._transfer else None
+        if self._transfer is not None and settings.engine.direct is not None:
+            self.direct = DirectTransport(settings.engine.direct, self._transfer.workers)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -151,8 +152,9 @@ class ProcessEngine(VllmEngine):
         `rollout.engine.start_deadline_s`.
         """
         gpu = has_gpu()
-        if settings.weights.transport == "nccl" and not gpu:
-            raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
+        if settings.weights.direct and not gpu:
+            transport = settings.weights.transport
+            raise ConfigError(f"weights.transport={transport} needs a GPU here; set weights.transport=auto")
         if settings.engine.options.get("data_parallel_size", 1) > 1:
             raise ConfigError(
                 "rollout.engine.core=process does not do data parallelism (rollout.engine.options."

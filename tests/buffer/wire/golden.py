@@ -55,9 +55,7 @@ _MANIFEST = w.Manifest(
     checksums=[1 << 63],
     probe=w.Probe(token_ids=[5, 6], logprobs=[-1.5]),
 )
-_SOURCE = w.Source(
-    place="tcp://10.0.0.1:5558", parts=[w.Part(name="4", version=4, size_bytes=100, base=3)], relay="r1", key="k"
-)
+_SOURCE = w.Source(place="tcp://10.0.0.1:5558", parts=[w.Part(name="4", version=4, size_bytes=100, base=3)])
 
 EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "server_hello": (
@@ -155,7 +153,6 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             host="boot:26",
             transports=["shm", "gloo"],
             workers=1,
-            relay=w.Relay(place="tcp://10.0.0.2:40000", key="k"),
         ),
     ),
     "leave": (w.FromServer, w.Leave()),

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from slipstream.configs.runtime.network import (
-    address_towards,
     is_local_address,
     resolution_error,
     tcp_address,
@@ -64,8 +63,3 @@ def test_only_loopback_and_ipc_are_local(address: str, is_local: bool) -> None:
 def test_unresolvable_host_is_named() -> None:
     assert resolution_error("tcp://127.0.0.1:1") == ""
     assert "no-such-host.invalid" in resolution_error("tcp://no-such-host.invalid:1")
-
-
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("host.invalid", None)])
-def test_address_towards_a_host(host: str, address: str | None) -> None:
-    assert address_towards(host) == address

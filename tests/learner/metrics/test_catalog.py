@@ -17,7 +17,7 @@ from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.weights.members import SyncFigures
 from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
 from tests.learner.trainers.rl.loops import learner_that_continues, third_step

@@ -7,7 +7,7 @@ import os
 import sys
 
 from slipstream.buffer.wire.weights.protocol import Form
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.transports.broadcast import GlooTransport
 from slipstream.rollout_servers.weights.receivers import GlooReceiver
 
@@ -24,7 +24,7 @@ def learner(port: int) -> GlooTransport:
 
 def server(port: int) -> GlooReceiver:
     """The server's end, once the learner is there."""
-    receiver = GlooReceiver()
+    receiver = GlooReceiver(SecurityConfig())
     receiver.enter(
         Form(
             transfer=1,

@@ -18,7 +18,6 @@ from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import build_receivers
-from slipstream.rollout_servers.weights.relay import start_relay
 
 JOIN_S = 0.2
 
@@ -38,7 +37,6 @@ class Member:
     Attributes:
         received: the tensors of each version that was applied.
         announced: version and transport of each announcement, in their order.
-        sources: the relay of each fetch through `stream`, empty for the learner.
         queued: its places in the queue.
         evictions: why it was evicted.
         incarnation: a new one says that its engine was started anew, an empty one that it is dead.
@@ -50,7 +48,6 @@ class Member:
     def __init__(self, config: RunConfig, name: str, *, transports: tuple[str, ...] = ("gloo", "stream")) -> None:
         self.received: dict[int, dict[str, Tensor]] = {}
         self.announced: list[tuple[int, str]] = []
-        self.sources: list[str] = []
         self.queued: list[int] = []
         self.evictions: list[str] = []
         self.changed = threading.Condition()
@@ -68,7 +65,6 @@ class Member:
         self._transports = transports
         self._receivers = build_receivers(config.security)
         self._staging = Staging(config.run.name, shared=False)
-        self.relay = start_relay(config.weights, config.security)
         self._announce: w.Announce
         self._closing = threading.Event()
         self._background = ThreadPoolExecutor(1)
@@ -83,8 +79,6 @@ class Member:
     def close(self) -> None:
         """Ends; says so before if `leaves`."""
         self._closing.set()
-        if self.relay is not None:
-            self.relay.close()
         for receiver in self._receivers.values():
             receiver.close()
         self._thread.join()
@@ -143,7 +137,6 @@ class Member:
             transports=list(self._transports),
             workers=1,
             holding=self.holding,
-            relay=None if self.relay is None else self.relay.endpoint,
         )
 
     def _hear(self, message: Any) -> None:
@@ -154,8 +147,6 @@ class Member:
                 with self.changed:
                     self.announced.append((manifest.version, message.transport))
                     self.changed.notify_all()
-                if message.transport == "stream" and message.source is not None:
-                    self.sources.append(message.source.relay)
                 self._announce = message
                 self._answers.append(w.Ready(transfer=message.transfer, version=manifest.version))
                 if message.source is not None:
@@ -190,15 +181,11 @@ class Member:
 
     def _receive(self, announce: w.Announce) -> None:
         self.before_loading()
-        if self.relay is not None:
-            self.relay.withdraw()
         try:
             self._receivers[announce.transport].receive(announce, self._staging)
         except TransferFailed as error:
             self._answers.append(w.Failed(transfer=announce.transfer, stage="receive", detail=str(error)))
         else:
-            if self.relay is not None:
-                self.relay.serve(self._staging)
             self._answers.append(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))
 
 

@@ -4,7 +4,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.learner.weights.members import Member, Roster, admitted, attribute_fault, record_fault, record_success
+from slipstream.learner.weights.members import Member, Roster
+from slipstream.learner.weights.process_group import admitted, attribute_fault, record_fault, record_success
 
 
 def fleet(size: int) -> list[Member]:

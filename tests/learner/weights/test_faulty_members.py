@@ -209,7 +209,7 @@ def test_dead_or_frozen_member_delays_only_to_deadline(
 def test_member_killed_while_applying_is_evicted_early(
     config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.weights.rpc.SILENT_S", 3.0)
+    monkeypatch.setattr("slipstream.learner.weights.members.SILENT_S", 3.0)
     survivor = join("survivor")
     with victim(forks, config, "gloo", "applying"):
         gathered(learner, "survivor", "victim")

@@ -7,7 +7,8 @@ import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members
-from slipstream.learner.weights.members import Member, Record, Roster, choose_transport, next_group
+from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
+from slipstream.learner.weights.process_group import next_group
 
 ORDER = ("shm", "gloo", "stream", "file")
 DEADLINE_S = 10.0

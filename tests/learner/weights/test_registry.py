@@ -1,20 +1,22 @@
 """The transports that a learner offers."""
 
 from contextlib import closing
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import TRANSPORTS, Transport
+from slipstream.learner.weights.transports.base import build_transports, offered_transports
 from slipstream.learner.weights.transports.fetch import StreamTransport
-from slipstream.learner.weights.transports.registry import build_transports, transport_names
 from tests.conftest import free_port
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
 SGLANG = {"name": "sglang", "core": "process"}
 BY_HOST = ("shm", "stream")
-MODULE = "slipstream.learner.weights.transports.registry"
+MODULE = "slipstream.learner.weights.transports.broadcast"
 
 
 @pytest.fixture
@@ -30,8 +32,10 @@ def host(monkeypatch: pytest.MonkeyPatch, gpu: bool, vllm: bool) -> None:
 
 
 def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": engine}})
-    return transport_names(transport, run=config.run.name, nccl=config.rollout.engine.nccl)
+    sections = {"rollout": {"engine": engine}, "weights": {"transport": transport}}
+    config = RunConfig.model_validate({"model": {"build": "digits"}} | sections)
+    offered = offered_transports(config.weights, run=config.run.name, direct=config.rollout.engine.direct)
+    return tuple(each.name for each in offered)
 
 
 @pytest.mark.usefixtures("host")
@@ -49,6 +53,15 @@ def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
 )
 def test_offered_transports(transport: str, engine: dict[str, Any], offered: tuple[str, ...]) -> None:
     assert names(transport, engine) == offered
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_table_names_both_halves(transport: Transport) -> None:
+    sender = resolve_name(transport.sender)
+    assert hasattr(sender, "form" if transport.broadcast else "prepare")
+    assert transport.direct == (transport.engine is not None)
+    assert transport.direct or hasattr(resolve_name(str(transport.receiver)), "receive")
+    assert transport.broadcast == (transport.late is not None)
 
 
 @pytest.mark.usefixtures("host")

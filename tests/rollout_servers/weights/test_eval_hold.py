@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slipstream.buffer.wire import messages as m
-from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import EvaluationHold
 
 DEADLINE_S = 60.0
 

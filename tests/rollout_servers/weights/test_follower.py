@@ -15,11 +15,10 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.learner.weights.transports.base import build_transports
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightFollower
+from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
 from tests.learner.weights.learner import Learner, gathered, wait_until

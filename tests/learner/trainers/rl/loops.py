@@ -19,7 +19,7 @@ from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.rl.trainer import RLSettings, RLState, RLTrainer
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.weights.members import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.recorded import build_train_step, prober_of, recorded_step

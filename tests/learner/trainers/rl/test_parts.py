@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.weights import TRANSPORTS, WeightsConfig
 from slipstream.learner.trainers.rl import parts
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
@@ -20,8 +20,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def publisher(*, on_device: bool) -> Any:
     """A publisher that offers all transports, and records which are withdrawn."""
     withdrawn: list[str] = []
+    offered = [TRANSPORTS[name] for name in ("nccl", "shm", "stream")]
     return SimpleNamespace(
-        on_device=on_device, offers=lambda transport: True, withdraw=withdrawn.append, withdrawn=withdrawn
+        on_device=on_device, in_place=True, offered=offered, withdraw=withdrawn.append, withdrawn=withdrawn
     )
 
 
