@@ -189,7 +189,7 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
 WALK = """
 import importlib, pkgutil, sys
 heavy = ("__main__", "model_server", "models.image_processor", "models.state_dict", "models.tensors")
-for folder in ("configs", "models", "buffer", "env", "rewards"):
+for folder in ("configs", "models", "sandbox", "buffer", "env", "rewards"):
     package = importlib.import_module(f"slipstream.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith(heavy):  # programs of their own, and what engines and trainers need of models
