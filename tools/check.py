@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 from slipstream.configs.arguments import read_run_arguments, run_parser
-from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -23,7 +22,7 @@ from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
-from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
+from slipstream.env.registry import TOOLS, add_tools, build_env
 from slipstream.models.folder import initial_model
 from slipstream.models.folder import model_problems as missing_models
 from slipstream.models.images import ImageError
@@ -156,7 +155,7 @@ def _build(config: RunConfig) -> Env:
     envs = list[Env]()
     steps: list[Callable[[], object]] = [
         lambda: envs.append(build_env(config.env.model_copy(update={"tools": ()}))),
-        *(partial(find_plugin, "tool", tool.name, BUILT_IN_TOOLS) for tool in config.env.tools),
+        *(partial(TOOLS.load, tool.name) for tool in config.env.tools),
         lambda: find_rewards(reward_terms(config)),
     ]
     for step in steps:

@@ -15,10 +15,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.algorithms import (
-    BUILT_IN_ADVANTAGES,
-    BUILT_IN_LOSSES,
+    ADVANTAGES,
+    LOSSES,
     AdvantageConfig,
     Aggregation,
     LossConfig,
@@ -189,7 +190,7 @@ def compare(golden: Golden) -> Iterator[Comparison]:
 
 def _advantage(golden: Golden, name: str) -> Comparison:
     vector, inputs = golden.advantages[name], golden.advantage_inputs()
-    settings = _settings(vector, name, BUILT_IN_ADVANTAGES)
+    settings = _settings(vector, name, ADVANTAGES)
     if settings["name"] == "dr_grpo":
         settings.pop("epsilon", None)  # the reference has one function for both; this one does not divide
     if settings["name"] == "gpg":
@@ -208,7 +209,7 @@ def _loss(golden: Golden, name: str) -> Comparison:
         tensors = golden.tensors
         terms = value_loss(tensors["new_values"], tensors["values"], returns_BT, clip_range=vector["clip_range"])
         return Comparison(name, _largest(_total(terms.loss_BT, golden.mask_BT, "token-mean"), vector["loss"]))
-    settings = _settings(vector, name, BUILT_IN_LOSSES)
+    settings = _settings(vector, name, LOSSES)
     if settings["name"] == "gmpo":
         settings.pop("aggregation")  # ignored by the reference, which always takes the mean over answers
     if settings["name"] != "ppo":
@@ -250,9 +251,9 @@ def _correction(golden: Golden, name: str) -> Comparison:
     return Comparison(name, float(torch.tensor(differences).max()))  # unlike max(), torch's does not lose a NaN
 
 
-def _settings(vector: Mapping[str, Any], name: str, built_in: Sequence[str]) -> dict[str, Any]:
+def _settings(vector: Mapping[str, Any], name: str, registry: Registry) -> dict[str, Any]:
     """The vector as a section of the configuration; its function is the longest built-in name that it begins with."""
-    known = [each for each in built_in if name == each or name.startswith(f"{each}_")]
+    known = [each for each in registry.built_in if name == each or name.startswith(f"{each}_")]
     if not known:
         raise ValueError(f"nothing is registered under {name!r}")
     settings = {SETTINGS.get(key, key): value for key, value in vector.items() if key not in NOTES}

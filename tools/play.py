@@ -24,7 +24,7 @@ from slipstream.env.registry import build_env, check_env_options, env_factory
 from slipstream.models.folder import initial_model
 from slipstream.models.tiny import CHATML_TOOLS
 from slipstream.rewards.base import Episode
-from slipstream.rewards.registry import BUILT_IN as REWARDS
+from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
@@ -130,7 +130,7 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
     env_factory(arguments.target)  # a misspelt name is reported before anything is loaded
     tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
     # A session's rewards are added anyway; without sessions the answer is compared with the reference.
-    if arguments.target in REWARDS:
+    if arguments.target in REWARDS.built_in:
         tree["rewards"] = [{"name": arguments.target}]
     elif arguments.target in GAMES:
         tree["rewards"] = [{"name": "none"}]

@@ -2,20 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from slipstream.configs.schema.algorithms import REGULARISED, AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
+from slipstream.configs.registry import Registry
+from slipstream.configs.schema.algorithms import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
 from slipstream.configs.schema.base import (
-    NAME_ALONE,
-    PLUGIN,
     NamedSection,
     PluginSection,
     Seconds,
     Section,
     UserPath,
-    by_name,
+    one_of,
+    registry_of,
 )
 
 
@@ -262,25 +262,26 @@ class CheckpointConfig(Section):
 class RlConfig(NamedSection):
     """Reinforcement learning on groups that rollout servers generate."""
 
+    target: ClassVar[str] = "slipstream.learner.trainers.rl.trainer:RLTrainer"
     name: Literal["rl"] = "rl"
 
 
-BUILT_IN_TRAINERS: Final = ("rl",)
+TRAINERS: Final = registry_of("trainer", RlConfig)
 
 
 class TrainerPlugin(PluginSection):
     """A trainer of the user's own: a subclass of `Trainer`, see learner/trainers/base.py."""
 
-    kind: ClassVar[str] = "trainer"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_TRAINERS
+    registry: ClassVar[Registry] = TRAINERS
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Its options; the trainer validates them."""
 
 
-TrainerConfig = Annotated[
-    Annotated[RlConfig, Tag("rl")] | Annotated[TrainerPlugin, Tag(PLUGIN)], by_name(*BUILT_IN_TRAINERS), NAME_ALONE
-]
+if TYPE_CHECKING:
+    TrainerConfig = NamedSection
+else:
+    TrainerConfig = one_of(RlConfig, TrainerPlugin)
 
 
 class LearnerConfig(Section):
@@ -364,7 +365,7 @@ class LearnerConfig(Section):
                 "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
             )
-        if loss.name in REGULARISED and self.updates_per_step == 1 and correction.proximal == "recompute":
+        if loss.regularised and self.updates_per_step == 1 and correction.proximal == "recompute":
             problems.append(
                 f"learner.loss: {loss.name} keeps π_θ near π_prox, which is π_θ itself with learner.updates_per_step=1 "
                 "and learner.correction.proximal=recompute: take more updates, or proximal: behaviour"

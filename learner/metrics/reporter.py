@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.metrics.trackers.base import Record, Tracker
+from slipstream.learner.metrics.trackers import Record, Tracker
 
 log = get_log("learner.reporter")
 

@@ -13,7 +13,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
-from slipstream.learner.metrics.trackers.base import Tracker
+from slipstream.learner.metrics.trackers import Tracker
 from slipstream.learner.weights.members import SyncFigures
 
 log = get_log("learner.reporter")

@@ -1,15 +1,11 @@
 """Trainers by `learner.trainer`; the parts of one are imported only where it is chosen."""
 
 from inspect import isabstract
-from typing import Any, Final
+from typing import Any
 
-from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.learner import TrainerConfig
+from slipstream.configs.schema.learner import TRAINERS, TrainerConfig
 from slipstream.learner.trainers.base import Trainer
-
-TRAINERS: Final = {"rl": "slipstream.learner.trainers.rl.trainer:RLTrainer"}
-"""`module:attribute` by name."""
 
 
 def find_trainer(config: TrainerConfig) -> type[Trainer[Any]]:
@@ -17,10 +13,10 @@ def find_trainer(config: TrainerConfig) -> type[Trainer[Any]]:
 
     Raises: ConfigError when there is none of that name, it can't be imported, or it is no complete trainer.
     """
-    found = find_plugin("trainer", TRAINERS.get(config.name, config.name), TRAINERS)
-    if not (isinstance(found, type) and issubclass(found, Trainer)):
+    trainer = TRAINERS.load(config.name)
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigError(f"trainer {config.name!r} must be a subclass of slipstream.learner.trainers.base.Trainer")
-    if isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+    if isabstract(trainer):
+        missing = ", ".join(sorted(trainer.__abstractmethods__))
         raise ConfigError(f"trainer {config.name!r} lacks {missing}, which every trainer defines")
-    return found
+    return trainer

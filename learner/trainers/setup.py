@@ -19,8 +19,7 @@ from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import ModelConfig
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.metrics.reporter import Reporter
-from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.metrics.trackers.registry import build_trackers
+from slipstream.learner.metrics.trackers import Tracker, build_trackers
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import (
     SkippedUpdates,

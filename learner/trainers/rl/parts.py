@@ -12,7 +12,6 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.learner import KlConfig
 from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
@@ -201,7 +200,7 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
         signal=SignalWatch(
-            group_relative=config.learner.advantage.name in GROUP_RELATIVE,
+            group_relative=config.learner.advantage.group_relative,
             fixed_length=has_fixed_length(config.rollout.sampling),
         ),
         eval_reward=config.eval.reward,

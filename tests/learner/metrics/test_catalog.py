@@ -15,7 +15,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.metrics.trackers import JsonlTracker
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.members import SyncFigures
 from tests.learner.experts import record_with_experts, write_experts

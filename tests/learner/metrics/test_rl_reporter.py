@@ -15,8 +15,7 @@ from slipstream.learner.metrics import reporter as reporter_module
 from slipstream.learner.metrics import rl_reporter as rl_reporter_module
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
-from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.metrics.trackers import JsonlTracker, Tracker
 from slipstream.learner.weights.members import SyncFigures
 from tests.full_disk import files_of_at_most
 from tests.learner.metrics.test_summary import STATE, step

@@ -15,7 +15,7 @@ from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.data.packing import MicroBatch, all_actions
 from slipstream.learner.metrics.reporter import Reporter
-from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers import Record
 from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
