@@ -16,6 +16,8 @@ RELAX: Final = 0.5
 """Hysteresis: a metric is calm up to this share of its limit; for the sample size, of 1 - limit."""
 MIN_LR_SCALE: Final = 0.1
 """Smallest factor of the learning rate."""
+SMOOTHING: Final = 0.8
+CALM_STEPS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,24 @@ class Watch:
 class Throttle:
     """Controller of the staleness bound, and optionally of the learning rate."""
 
-    def __init__(self, config: ThrottleConfig, max_staleness: int) -> None:
-        """The bound starts at the configured `max_staleness`, which is at least `config.min_staleness`."""
+    def __init__(
+        self,
+        config: ThrottleConfig,
+        max_staleness: int,
+        *,
+        smoothing: float = SMOOTHING,
+        calm_steps: int = CALM_STEPS,
+    ) -> None:
+        """The bound starts at the configured `max_staleness`, which is at least `config.min_staleness`.
+
+        Args:
+            smoothing: weight of the past in the metrics' running averages.
+            calm_steps: steps within half of the limits before the bound rises.
+        """
         self._config = config
         self._most = max_staleness
         self._watched = _watched(config)
+        self._smoothing, self._rises_after = smoothing, calm_steps
         self._averages: dict[str, float] = {}
         self._calm_steps = self._hold_steps = 0
         self.max_staleness = max_staleness
@@ -81,7 +96,7 @@ class Throttle:
             return None if held else self._cut(", ".join(breaches))
         if values:
             self._calm_steps = self._calm_steps + 1 if all(watch.is_calm(value) for watch, value in values) else 0
-        return self._rise() if self._calm_steps >= self._config.calm_steps else None
+        return self._rise() if self._calm_steps >= self._rises_after else None
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint: always the same keys; NaN is the average of a metric not observed yet."""
@@ -105,7 +120,7 @@ class Throttle:
         if not math.isfinite(value):
             return value
         before = self._averages.get(figure, value)
-        self._averages[figure] = before + (1 - self._config.smoothing) * (value - before)
+        self._averages[figure] = before + (1 - self._smoothing) * (value - before)
         return self._averages[figure]
 
     def _cut(self, cause: str) -> Action | None:

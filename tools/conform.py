@@ -191,8 +191,7 @@ def compare(golden: Golden) -> Iterator[Comparison]:
 def _advantage(golden: Golden, name: str) -> Comparison:
     vector, inputs = golden.advantages[name], golden.advantage_inputs()
     settings = _settings(vector, name, ADVANTAGES)
-    if settings["name"] == "dr_grpo":
-        settings.pop("epsilon", None)  # the reference has one function for both; this one does not divide
+    settings.pop("epsilon", None)  # a constant here
     if settings["name"] == "gpg":
         settings["scale_up_for"] = "no_reward"  # the reference's count; the default is the paper's
     ours_BT = build_advantage(TypeAdapter(AdvantageConfig).validate_python(settings))(inputs)

@@ -31,8 +31,6 @@ class GrpoConfig(AdvantageSection):
     target: ClassVar[str] = _GROUP + "grpo"
     group_relative: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation."""
 
 
 class DrGrpoConfig(AdvantageSection):
@@ -51,8 +49,6 @@ class PassKConfig(AdvantageSection):
     name: Literal["grpo_passk"]
     divide_by_std: bool = False
     """Scale by the spread of the group's rewards."""
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation."""
 
 
 class GdpoConfig(AdvantageSection):
@@ -61,8 +57,6 @@ class GdpoConfig(AdvantageSection):
     target: ClassVar[str] = _GROUP + "gdpo"
     group_relative: ClassVar[bool] = True
     name: Literal["gdpo"]
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviations."""
 
 
 class RlooConfig(AdvantageSection):
@@ -136,8 +130,6 @@ class OptimalTokenBaselineConfig(AdvantageSection):
     group_relative: ClassVar[bool] = True
     needs_collision: ClassVar[bool] = True
     name: Literal["optimal_token_baseline"]
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the sum of the weights."""
 
 
 _ADVANTAGES: Final = (

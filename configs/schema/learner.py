@@ -201,7 +201,7 @@ class CriticConfig(Section):
 class ThrottleConfig(Section):
     """Adapts the effective `buffer.max_staleness`, down to `min_staleness`, to the off-policy metrics.
 
-    One metric beyond its limit halves it; if all are within half of their limits for `calm_steps` steps in a row, it
+    One metric beyond its limit halves it; if all are within half of their limits for ten steps in a row, it
     rises by one.
     """
 
@@ -213,10 +213,6 @@ class ThrottleConfig(Section):
     """Largest share of masked actions; unset: ignored."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Largest mean |Δ log-prob| between engine and learner at the same weights; unset: ignored."""
-    smoothing: float = Field(default=0.8, ge=0, lt=1)
-    """Weight of the past in the metrics' running averages."""
-    calm_steps: int = Field(default=10, ge=1)
-    """Steps within half of the limits before the bound rises."""
     hold_steps: int = Field(default=5, ge=0)
     """Training steps after a cut without another: the groups in the buffer are to be used first, which takes up to
     (`buffer.max_staleness` + 1) · `weights.publish_every_steps` steps."""

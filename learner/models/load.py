@@ -32,7 +32,7 @@ from slipstream.learner.models.scoring import check_head, score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
 from slipstream.learner.parallel.context import context_of, split_batches
-from slipstream.learner.parallel.fsdp import allocate, equalise, reshard, shard
+from slipstream.learner.parallel.fsdp import allocate, broadcast_weights, reshard, shard
 from slipstream.learner.parallel.mesh import World, refuse
 from slipstream.learner.parallel.plans import parallelise
 from slipstream.models.adapters import require_peft
@@ -121,7 +121,7 @@ def load_and_check(
     Raises: ConfigError, on all ranks, when the files do not fit, or packed sequences influence each other.
     """
     decoder = decoder_of(loader.model)
-    equalise(trained, world)
+    broadcast_weights(trained, world)
     parallelise(loader.model, world)
     shard(
         trained,

@@ -123,7 +123,7 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
 
 
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
     """One optimizer update along the clipped gradient, or none if that is not finite; clears the gradients.
 
     Returns: norm of all ranks' gradient before clipping; the decision is the same on all ranks.

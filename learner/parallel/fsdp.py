@@ -71,7 +71,7 @@ def _shard_experts(experts: nn.Module, precision: MixedPrecisionPolicy, place: O
     sharded.set_force_sum_reduction_for_comms(world.device.type == "cpu" and world.expert_mesh[EXPERT_SHARD].size() > 1)
 
 
-def equalise(model: nn.Module, world: World) -> None:
+def broadcast_weights(model: nn.Module, world: World) -> None:
     """Gives all ranks rank 0's values of parameters and buffers that have data, on their devices; a collective.
 
     Tied ones stay tied.

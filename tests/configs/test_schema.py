@@ -66,8 +66,6 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
          "buffer.filters.0.strategy: best_of_n learner.advantage=grpo"),
         (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
          "buffer.filters.1.score: 'exact_mach' 'exact_match' digit_match,"),
-        (["rollout.groups_in_flight=4", "rollout.min_groups_in_flight=5"],
-         "rollout.min_groups_in_flight=5 rollout.groups_in_flight=4"),
         (["rollout.sampling.temperature=2.5"], "rollout.sampling.temperature=2.5 rollout.engine.name"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 rollout.engine.max_model_len=8"),

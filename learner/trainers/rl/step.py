@@ -25,7 +25,7 @@ from slipstream.learner.data.packing import MicroBatch, aligned
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_figures
-from slipstream.learner.models.optim import SkippedUpdates, descend, learning_rate, set_learning_rate
+from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
@@ -171,7 +171,7 @@ class TrainStep:
             torch.autograd.backward(loss * self.world.data_size)
             sums.add_policy(figures, own_version)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
-        self._descend(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
+        self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(
         self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
@@ -195,12 +195,12 @@ class TrainStep:
             torch.autograd.backward(loss * self.world.data_size)
             sums.add(value_loss=loss.detach() / self.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
-        self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
+        self._optimizer_step(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
-    def _descend(
+    def _optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, figure: str, sums: StepSums
     ) -> None:
-        norm = descend(model, optimizer, config)
+        norm = optimizer_step(model, optimizer, config)
         sums.set(figure, norm)
         self.skipped.observe(figure, norm)
 

@@ -18,7 +18,7 @@ from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.rl.trainer import RLSettings, RLState, RLTrainer
+from slipstream.learner.trainers.rl.trainer import RLState, RLTrainer
 from slipstream.learner.weights.members import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -71,7 +71,8 @@ def learner_beside(config: RunConfig, train_step: TrainStep, *, version: int) ->
     reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}
     root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
     loop = RLTrainer(
-        settings=RLSettings.of(config, config.model.path),
+        config=config,
+        initial_model=config.model.path,
         world=train_step.world,
         reporter=reporter,
         train_step=train_step,

@@ -268,7 +268,7 @@ def test_checkpoints_between_publications_have_fp32_weights(
 def test_initial_model_is_announced_to_buffer(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     learner.run()
-    model = model_fingerprint(learner.loop.settings.initial_model)
+    model = model_fingerprint(learner.loop.initial_model)
     learner.buffer.hello.assert_called_once_with(2, version=2, model=model, vocab_size=32, undo=False)
 
 
