@@ -33,7 +33,7 @@ from slipstream.learner.algorithms.correction import correct
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import value_loss
-from slipstream.learner.algorithms.mismatch import mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 
 TOLERANCE: Final = 1e-5
@@ -245,8 +245,8 @@ def _correction(golden: Golden, name: str) -> Comparison:
         # The reference computes these before it normalises.
         plain = CorrectionConfig.model_validate(_correction_settings(vector["args"]) | {"normalise": False})
         weights_BT = correct(log_ratio_BT, mask_BT, plain).importance_weights_BT
-        figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
-        differences += [abs(figures[METRICS[each]] - value) for each, value in vector["metrics"].items()]
+        metrics = mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
+        differences += [abs(metrics[METRICS[each]] - value) for each, value in vector["metrics"].items()]
     return Comparison(name, float(torch.tensor(differences).max()))  # unlike max(), torch's does not lose a NaN
 
 

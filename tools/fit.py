@@ -47,7 +47,7 @@ def command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="GPUs of the learner (default: 1)")
     parser.add_argument("--gpu-memory", type=memory, default=80 * GB, metavar="80GB", help="of each (default: 80GB)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments, config = read_run_arguments(parser, argv)
     report = fit(config, gpus=arguments.gpus, gpu_bytes=arguments.gpu_memory)
     print(json.dumps(asdict(report), indent=2) if arguments.json else report.text)

@@ -49,7 +49,7 @@ def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> 
     return {name: part.double().sum() for name, part in zip(SUMS, parts, strict=True)}
 
 
-def mismatch_figures(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+def mismatch_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Metrics from sums over at least one action.
 
     `weight_mean`; `ess`, the effective sample size (Σw)² / (n Σw²) as a share of the actions, 0 where all weights are;

@@ -237,7 +237,7 @@ def _routings(model: nn.Module) -> list[Routing]:
     return [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
 
 
-def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
+def expert_metrics(model: nn.Module, world: World) -> dict[str, float]:
     """Metrics of the forward passes with gradient since the last call, on all ranks; empty without experts.
 
     A collective. `experts/load_max` is the largest load of an expert over the mean of its layer, and `experts/idle` the
@@ -255,13 +255,13 @@ def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
     if not tokens:
         return {}
     loads = [each[:-COUNTS] for each in sums]
-    figures = {
+    metrics = {
         "experts/load_max": _mean([(load.max() / load.mean()).item() for load in loads]),
         "experts/idle": _mean([(load == 0).double().mean().item() for load in loads]),
     }
     if given:
-        figures |= {"experts/replayed": given / tokens, "experts/changed": changed / given}
-    return figures
+        metrics |= {"experts/replayed": given / tokens, "experts/changed": changed / given}
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

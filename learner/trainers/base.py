@@ -123,13 +123,13 @@ class Trainer(ABC, Generic[Batch]):
 
     @abstractmethod
     def update(self, batch: Batch) -> dict[str, float]:
-        """Trains on a batch; returns the step's figures over all ranks. A collective. Raises: DivergedError."""
+        """Trains on a batch; returns the step's metrics over all ranks. A collective. Raises: DivergedError."""
 
     def start(self, *, resumed: bool) -> None:
         """Called once before the first step. `resumed`: models and `state` are those of a checkpoint."""
 
-    def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
-        """Called when `state` counts the step; returns further figures. Raises: StopRequested."""
+    def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
+        """Called when `state` counts the step; returns further metrics. Raises: StopRequested."""
         return {}
 
     def require_sound_model(self) -> None:
@@ -212,10 +212,10 @@ class Trainer(ABC, Generic[Batch]):
         if self.reporter is not None:
             self.reporter.step_started()
         batch_ready = time.perf_counter()
-        figures = self.update(batch)
+        metrics = self.update(batch)
         self.state = replace(self.state, step=self.state.step + 1)
         updated = time.perf_counter()
-        further = self.after_update(figures)
+        further = self.after_update(metrics)
         last, checkpoint = self.state.step == self.config.learner.steps, self.config.learner.checkpoint
         self.checkpoint_due |= last or self.state.step % checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
@@ -226,7 +226,7 @@ class Trainer(ABC, Generic[Batch]):
         if self.reporter is not None:
             self.reporter.step_finished(
                 self.state.step,
-                {**figures, **further},
+                {**metrics, **further},
                 wait_s=batch_ready - started,
                 train_s=updated - batch_ready,
                 step_s=time.perf_counter() - started,

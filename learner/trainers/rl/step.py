@@ -22,9 +22,9 @@ from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
-from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.fused_head import Entropy
-from slipstream.learner.models.moe import expert_figures
+from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
@@ -82,7 +82,7 @@ class TrainStep:
             unpublished_steps: training steps since the consuming version was published; 0: the present weights are that
                 version.
 
-        Returns: the step's figures, of all ranks together.
+        Returns: the step's metrics, of all ranks together.
 
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
@@ -113,15 +113,15 @@ class TrainStep:
             skipped = self.skipped.count - skipped_before
             log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
             self.skipped.require_updates()
-        figures = sums.means(self.world.sum(sums.vector())) | expert_figures(self.model, self.world)
-        if self.kl is not None and "reference_kl" in figures:
-            figures["kl_coefficient"] = self.kl.value
-            self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
+        metrics = sums.means(self.world.sum(sums.vector())) | expert_metrics(self.model, self.world)
+        if self.kl is not None and "reference_kl" in metrics:
+            metrics["kl_coefficient"] = self.kl.value
+            self.kl.update(metrics["reference_kl"], episodes=round(metrics["answers"]))
         return (
-            trajectory_figures(
+            trajectory_metrics(
                 data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.staleness, self.world
             )
-            | figures
+            | metrics
         )
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
@@ -166,10 +166,10 @@ class TrainStep:
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue
-            loss, figures = objective(scores, batch)
+            loss, values = objective(scores, batch)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
-            sums.add_policy(figures, own_version)
+            sums.add_policy(values, own_version)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
@@ -198,11 +198,11 @@ class TrainStep:
         self._optimizer_step(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
     def _optimizer_step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, figure: str, sums: StepSums
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, metric: str, sums: StepSums
     ) -> None:
         norm = optimizer_step(model, optimizer, config)
-        sums.set(figure, norm)
-        self.skipped.observe(figure, norm)
+        sums.set(metric, norm)
+        self.skipped.observe(metric, norm)
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""

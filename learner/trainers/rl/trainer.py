@@ -186,17 +186,17 @@ class RLTrainer(Trainer[StepData]):
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
         return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
 
-    def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
+    def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
         started = time.perf_counter()
-        further = self._report_step(figures)
+        further = self._report_step(metrics)
         step = self.state.step
         self.evaluation_due |= self.evaluates_after(step)
         if self._publishes_after(step):
             self._publish(evaluate=self.evaluation_due)
             self.evaluation_due = False
         if self.root is not None:
-            further |= self.root.reporter.sync_figures()
+            further |= self.root.reporter.sync_metrics()
         return {**further, "policy_version": self.state.version, "publish_s": time.perf_counter() - started}
 
     def require_sound_model(self) -> None:
@@ -251,15 +251,15 @@ class RLTrainer(Trainer[StepData]):
                 raise
             return
         publisher, weights = self.root.publisher, self.config.weights
-        if servers and not publisher.figures.members and not publisher.without_engine and self._no_members.due():
+        if servers and not publisher.metrics.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
                 servers=servers,
                 remedy=f"let them reach weights.host:weights.control_port ({weights.host}:{weights.control_port})",
             )
 
-    def _report_step(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Counts the step's groups as trained in the ledger, and reports; returns figures of throttle and buffer.
+    def _report_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Counts the step's groups as trained in the ledger, and reports; returns metrics of throttle and buffer.
 
         Raises: StopRequested, on all ranks, on a stop signal while the buffer is away. The buffer counts the step when
         a learner starts from the checkpoint that has it.
@@ -267,11 +267,11 @@ class RLTrainer(Trainer[StepData]):
         further, stop, step = dict[str, float](), 0, self.state.step
         try:
             if self.throttle is not None:
-                further |= self._observe(self.throttle, figures)
+                further |= self._observe(self.throttle, metrics)
             if self.root is not None:
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
-                further |= reporter.rollout_figures(ledger)
-                reporter.check_step(step, figures)
+                further |= reporter.rollout_metrics(ledger)
+                reporter.check_step(step, metrics)
                 reports = self.root.buffer.take_evals()
                 reporter.evaluated(step, reports)
                 self._keep_answers(self.root.samples, reports)
@@ -284,9 +284,9 @@ class RLTrainer(Trainer[StepData]):
             raise StopRequested(stop)
         return further
 
-    def _observe(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
-        """Passes a step's figures to the throttle, applies its action, and returns its state as figures."""
-        action = throttle.observe(figures)
+    def _observe(self, throttle: Throttle, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Passes a step's metrics to the throttle, applies its action, and returns its state as metrics."""
+        action = throttle.observe(metrics)
         if action is not None:
             log.warning(
                 "throttle moves",
@@ -394,9 +394,9 @@ class RLTrainer(Trainer[StepData]):
             reports = await_reports(self.root.buffer, version, deadline_s=self.config.eval.deadline_s)
         last = [report for report in reports if report.version == version]
         ids = self.world.from_root([group_id for report in last for group_id in report.group_ids])
-        figures = {}
+        metrics = {}
         if ids:
-            figures = engine_mismatch(
+            metrics = engine_mismatch(
                 self.train_step.model,
                 self.read_groups(ids),
                 version=version,
@@ -408,5 +408,5 @@ class RLTrainer(Trainer[StepData]):
         if self.root is not None:
             earlier = [report for report in reports if report.version != version]
             self.root.reporter.evaluated(self.state.step, earlier)
-            self.root.reporter.evaluated(self.state.step, last, figures)
+            self.root.reporter.evaluated(self.state.step, last, metrics)
             self._keep_answers(self.root.samples, reports)
