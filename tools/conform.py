@@ -30,10 +30,9 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.correction import correct
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import value_loss
-from slipstream.learner.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 
 TOLERANCE: Final = 1e-5
@@ -75,10 +74,10 @@ def command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, help="golden file, such as tests/golden/algorithms.json")
     comparisons = list(compare(read_golden(parser.parse_args(argv).file)))
-    width = max(len(each.name) for each in comparisons)
-    for each in comparisons:
-        print(f"{each.name:<{width}}  {each.result}")
-    outside = [each for each in comparisons if not each.within(TOLERANCE)]
+    width = max(len(comparison.name) for comparison in comparisons)
+    for comparison in comparisons:
+        print(f"{comparison.name:<{width}}  {comparison.result}")
+    outside = [comparison for comparison in comparisons if not comparison.within(TOLERANCE)]
     verdict = f"{len(outside)} of {len(comparisons)} differ" if outside else f"all {len(comparisons)} agree"
     print(f"{verdict} (within {TOLERANCE:.0e})")
     return 1 if outside else 0
@@ -182,10 +181,10 @@ def compare(golden: Golden) -> Iterator[Comparison]:
     for section, vectors, run in runs:
         for name in vectors:
             try:
-                found = run(golden, name)
+                comparison = run(golden, name)
             except ValueError as error:  # its name or one of its settings is unknown here
-                found = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
-            yield replace(found, name=f"{section}/{name}")
+                comparison = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
+            yield replace(comparison, name=f"{section}/{name}")
 
 
 def _advantage(golden: Golden, name: str) -> Comparison:

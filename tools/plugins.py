@@ -38,17 +38,20 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     arguments = parser.parse_args(argv)
     kinds = [arguments.kind] if arguments.kind else REGISTRIES
-    found = [plugin for kind in kinds for plugin in plugins(REGISTRIES[kind])]
+    described = [plugin for kind in kinds for plugin in plugins(REGISTRIES[kind])]
     if arguments.json:
         print(
             json.dumps(
-                [{**asdict(each.plugin), "description": each.description, "options": each.options} for each in found],
+                [
+                    {**asdict(each.plugin), "description": each.description, "options": each.options}
+                    for each in described
+                ],
                 indent=2,
             )
         )
     else:
-        table_console(min_width=MIN_COLUMNS).print(_table(found))
-    return 1 if any(each.plugin.problem and each.plugin.target for each in found) else 0
+        table_console(min_width=MIN_COLUMNS).print(_table(described))
+    return 1 if any(each.plugin.problem and each.plugin.target for each in described) else 0
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ def plugins(registry: Registry) -> Iterator[Described]:
     kind = registry.kind
     for name in registry.built_in:
         absent = kind == "env" and name in PACKAGES and find_spec(PACKAGES[name]) is None
-        found = InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
-        yield _described(found, _built_in(registry, name))
+        plugin = InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
+        yield _described(plugin, _built_in(registry, name))
     for plugin in registry.installed():
         yield _described(plugin, None if plugin.problem else registry.load(plugin.target))
 
@@ -82,27 +85,31 @@ def _built_in(registry: Registry, name: str) -> Any:
     return next((section for section in sections if name in names_of(section)), None) or registry.load(name)
 
 
-def _described(plugin: InstalledPlugin, found: Any) -> Described:
-    paragraph = (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ")
+def _described(plugin: InstalledPlugin, implementation: Any) -> Described:
+    paragraph = (inspect.getdoc(implementation) or "").partition("\n\n")[0].replace("\n", " ")
     description = paragraph.partition(" Raises: ")[0]
-    return Described(plugin, description, options_of(plugin.kind, found))
+    return Described(plugin, description, options_of(plugin.kind, implementation))
 
 
-def options_of(kind: str, found: Any) -> dict[str, str]:
+def options_of(kind: str, implementation: Any) -> dict[str, str]:
     """Options of a plug-in with their defaults as in YAML; empty for a required one."""
-    if isinstance(found, type) and issubclass(found, NamedSection):
-        fields = {name: field for name, field in found.model_fields.items() if name != "name"}
-        return {name: "" if each.is_required() else _yaml(each.get_default()) for name, each in fields.items()}
-    if not callable(found) or kind == "trainer" or (kind in ("tool", "reward") and not isinstance(found, type)):
+    if isinstance(implementation, type) and issubclass(implementation, NamedSection):
+        fields = {name: field for name, field in implementation.model_fields.items() if name != "name"}
+        return {name: "" if option.is_required() else _yaml(option.get_default()) for name, option in fields.items()}
+    if (
+        not callable(implementation)
+        or kind == "trainer"
+        or (kind in ("tool", "reward") and not isinstance(implementation, type))
+    ):
         return {}  # functions of these kinds have none, and trainers read theirs when they are built
     try:
-        parameters = list(inspect.signature(found).parameters.values())
+        parameters = list(inspect.signature(implementation).parameters.values())
     except ValueError:  # some built-in callables have no signature
         return {}
     if kind in ("advantage", "loss"):
         parameters = parameters[1:]  # the first is the input
-    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    return {each.name: "" if each.default is each.empty else _yaml(each.default) for each in named}
+    named = [option for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
+    return {option.name: "" if option.default is option.empty else _yaml(option.default) for option in named}
 
 
 def listed(options: Mapping[str, str]) -> str:
@@ -119,16 +126,16 @@ def _yaml(default: object) -> str:
     return text if len(text) <= LONGEST_DEFAULT else "…"
 
 
-def _table(found: Sequence[Described]) -> Table:
+def _table(plugins: Sequence[Described]) -> Table:
     table = Table(border_style="cyan")
     table.add_column("kind", no_wrap=True)
     table.add_column("name", style="bold cyan", no_wrap=True)
     table.add_column("what it is, and its options", overflow="fold")
-    for each in found:
-        plugin, text = each.plugin, Text(each.description)
-        if each.options:
+    for described in plugins:
+        plugin, text = described.plugin, Text(described.description)
+        if described.options:
             options = [
-                f"{name}={default}" if default else f"{name} (required)" for name, default in each.options.items()
+                f"{name}={default}" if default else f"{name} (required)" for name, default in described.options.items()
             ]
             text += Text(f"\noptions: {', '.join(options)}", style="dim")
         if plugin.target:

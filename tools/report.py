@@ -240,8 +240,8 @@ def below(lower: Points, scores: Points) -> Points:
 
 def points(steps: Sequence[Record], key: str) -> Points:
     """Step and value of the records that have the key."""
-    found = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    measured = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
+    return [step for step, _ in measured], [value for _, value in measured]
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate
 from slipstream.learner.algorithms.correction import correct, interpolate
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.prepare import PreparedStep
 from slipstream.learner.data.packing import MicroBatch

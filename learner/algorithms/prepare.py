@@ -18,7 +18,7 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.lora import without_adapters

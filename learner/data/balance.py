@@ -143,8 +143,8 @@ def balance_groups(
         lengths: input tokens of the sequences of each group.
     """
     groups = spread([sum(map(cost, group)) for group in lengths], ranks)
-    own = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
-    least = max(len(first_fit(tokens, budget=budget)) for tokens in own)
+    lengths_of_rank = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
+    least = max(len(first_fit(tokens, budget=budget)) for tokens in lengths_of_rank)
     # One with more room may be so much better balanced that it is faster.
     plans = [MicroBatchPlan(count, cost) for count in range(least, least + 2 + least // EXTRA)]
-    return groups, min(plans, key=lambda plan: plan.slowest(own, budget=budget))
+    return groups, min(plans, key=lambda plan: plan.slowest(lengths_of_rank, budget=budget))

@@ -51,10 +51,10 @@ class StepData:
     updates: list[list[MicroBatch]]
     """Micro-batches of each optimizer update."""
     rows: ActionBatch
-    """Of all updates, one after the other."""
+    """Actions of all updates, one update after the other."""
     trajectories: list[Trajectory]
     staleness: Mapping[int, int]
-    """Of action tokens, by their policy version."""
+    """Staleness of action tokens, by their policy version."""
 
 
 def token_sequence(

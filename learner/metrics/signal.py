@@ -26,7 +26,7 @@ class SignalWatch:
     group_relative: bool
     """True if advantages compare the episodes of a group: then groups of equal rewards train nothing."""
     fixed_length: bool
-    """As `has_fixed_length`."""
+    """True if all answers have the same length by configuration (`has_fixed_length`)."""
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
 
     @property
@@ -37,8 +37,8 @@ class SignalWatch:
     def observe(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step."""
         for event, holds, remedy in _FINDINGS:
-            found = holds(metrics) and event not in self._expected
-            self._in_a_row[event] = self._in_a_row.get(event, 0) + 1 if found else 0
+            fires = holds(metrics) and event not in self._expected
+            self._in_a_row[event] = self._in_a_row.get(event, 0) + 1 if fires else 0
             if self._in_a_row[event] == STEPS_IN_A_ROW:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 log.warning(event, step=step, steps=STEPS_IN_A_ROW, **shown, remedy=remedy)

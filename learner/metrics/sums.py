@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import CUT_OFF, FINISH_REASONS, Trajectory
+from slipstream.learner.algorithms.divergence import SUMS as LAG
+from slipstream.learner.algorithms.divergence import k3, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import bounded
-from slipstream.learner.algorithms.mismatch import SUMS as LAG
-from slipstream.learner.algorithms.mismatch import k3, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.objective import ActionValues
 from slipstream.learner.parallel.mesh import World
 
@@ -168,7 +168,7 @@ def trajectory_metrics(
     of_group = defaultdict[int, set[float]](set)
     for group, trajectory in zip(groups, ends, strict=True):
         of_group[group].add(trajectory.reward)
-    own: dict[str, ArrayLike] = {
+    values_of: dict[str, ArrayLike] = {
         "reward": [t.reward for t in ends],
         _SQUARES: [t.reward**2 for t in ends],
         "groups_without_spread": [len(rewards) == 1 for rewards in of_group.values()],
@@ -183,13 +183,15 @@ def trajectory_metrics(
     }
     # Groups from before a change of the rewards have other scores.
     for name in dict.fromkeys(name for t in ends for name in t.scores):
-        own[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
+        values_of[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
     of_ranks = world.gather(
-        {name: (float(np.sum(v)), float(np.min(v)), float(np.max(v)), np.size(v)) for name, v in own.items()}
+        {name: (float(np.sum(v)), float(np.min(v)), float(np.max(v)), np.size(v)) for name, v in values_of.items()}
     )
     metrics = {}
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        sums, least, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
+    for name in dict.fromkeys(name for rank_sums in of_ranks for name in rank_sums):
+        sums, least, largest, counts = zip(
+            *(rank_sums[name] for rank_sums in of_ranks if name in rank_sums), strict=True
+        )
         mean = sum(sums) / sum(counts)
         metrics[name] = max(largest) if name.endswith("_max") else min(least) if name.endswith("_min") else mean
     # Rounding may leave a little less than 0 where all are equal.

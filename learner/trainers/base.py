@@ -70,7 +70,7 @@ class Trainer(ABC, Generic[Batch]):
     checkpoint_due: bool = False
     _writing: BackgroundCheckpoint | None = field(default=None, init=False)
     _checkpoint_group: dist.ProcessGroup | None = field(default=None, init=False)
-    """Of the threads that write checkpoints."""
+    """Process group of the threads that write checkpoints."""
 
     @classmethod
     def problems(cls, config: RunConfig) -> Sequence[str]:
@@ -99,10 +99,10 @@ class Trainer(ABC, Generic[Batch]):
 
         Exits: 128 + the signal's number, on a stop signal.
         """
-        found = load_checkpoint(self.config.paths.checkpoints, self.models.trained, self.world, type(self.state))
-        if found is not None:
-            self.state, self.saved_step = found, found.step
-        self.start(resumed=found is not None)
+        restored = load_checkpoint(self.config.paths.checkpoints, self.models.trained, self.world, type(self.state))
+        if restored is not None:
+            self.state, self.saved_step = restored, restored.step
+        self.start(resumed=restored is not None)
         try:
             self._train()
         except SystemExit:

@@ -76,7 +76,7 @@ class Member:
 
     peer: bytes
     join: w.Join
-    """Its last heartbeat."""
+    """The latest heartbeat of the server."""
     heard_at: float
     version: int
     """The version that it last reported to generate with."""

@@ -32,7 +32,7 @@ log = get_log("learner.weights")
 
 MAX_CONTROL_BYTES = 1 << 20
 LOG_EVERY_S = 10.0
-"""Of dropped frames: any peer can send many."""
+"""Interval of warnings about dropped frames: any peer can send many."""
 
 
 class WeightPublisher:

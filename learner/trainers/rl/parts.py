@@ -16,7 +16,7 @@ from slipstream.configs.schema.learner import KlConfig
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
-from slipstream.learner.algorithms.kl import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader

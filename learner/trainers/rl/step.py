@@ -14,7 +14,7 @@ from slipstream.configs.schema.rollout import SamplingConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.kl import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
@@ -38,13 +38,13 @@ class TrainStep:
 
     learner: LearnerConfig
     sampling: SamplingConfig
-    """Of the rollout servers."""
+    """Sampling of the rollout servers."""
     rewards: Sequence[RewardConfig]
     steps_per_version: int
     """Training steps between two policy versions."""
     seed: int
     checkpoints: Path
-    """Their folder, for error messages."""
+    """Folder of the checkpoints, for error messages."""
     world: World
     model: nn.Module
     """The policy."""

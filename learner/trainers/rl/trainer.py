@@ -52,9 +52,9 @@ class RLState(TrainState):
     version: int = 0
     """Latest policy version that was published."""
     kl_coefficient: float | None = None
-    """Of an adaptive KL penalty."""
+    """Coefficient of an adaptive KL penalty."""
     throttle: dict[str, float] = field(default_factory=dict)
-    """Its `state()`."""
+    """State of the throttle (`Throttle.state`)."""
 
 
 @dataclass(kw_only=True)

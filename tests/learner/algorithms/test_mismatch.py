@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
 from slipstream.learner.algorithms.correction import correct
-from slipstream.learner.algorithms.mismatch import SUMS, mismatch_metrics, mismatch_sums
+from slipstream.learner.algorithms.divergence import SUMS, mismatch_metrics, mismatch_sums
 from tests.learner.algorithms.golden import golden_log_ratio
 
 

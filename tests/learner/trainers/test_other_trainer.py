@@ -23,7 +23,7 @@ from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.registry import find_trainer
+from slipstream.learner.trainers.assemble import find_trainer
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.models.folder import initial_model
 from tests.conftest import free_port
