@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, assert_never
 
 import msgspec
 import numpy as np
@@ -79,6 +79,8 @@ def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: n
                 rewards = [episodes[index].reward for index in seen]
                 drawn = filtrate(rewards, strategy=config.strategy, exponent=config.exponent, keep=config.keep, rng=rng)
                 keep = [seen[position] for position in drawn]
+            case _:
+                assert_never(config)
         dropped |= dict.fromkeys(sorted(set(seen) - set(keep)), config.name)
         if not keep:
             break

@@ -20,7 +20,7 @@ from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.models.folder import initial_model
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
-from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
+from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
 from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
 from slipstream.tools.launch.progress import (
     Plan,
@@ -89,13 +89,13 @@ def command(argv: Sequence[str]) -> int:
         )
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
-    if config.run.port_base is None and is_confined(config):
+    if config.run.port_base is None and is_confined(config.buffer, config.weights):
         ports = f"run.port_base={choose_port_base(folder)}"
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
         *mesh_problems(config.learner.parallel),
-        *port_problems(config),
+        *port_problems(needed_ports(config)),
     ]
     if problems:
         raise ConfigError(problems)
