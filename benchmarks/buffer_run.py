@@ -12,8 +12,7 @@ import redis
 
 from benchmarks.producer import Report, Workload
 from benchmarks.workers import REDIS_DEADLINE_S, Worker, Workers, cpu_s, free_port
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient, new_incarnation
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
 from slipstream.buffer.store.types import Lease
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError

@@ -33,7 +33,7 @@ from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
-from slipstream.rollout_servers.env_check import env_problems
+from slipstream.rollout_servers.plugins import env_problems
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -221,8 +221,7 @@ async def _check_task(
     config: RunConfig, env: Env, split: Split, index: int, format: "ChatFormat", report: Report
 ) -> list[str]:
     """Makes the prompt of a task and scores answers to it; returns the problems."""
-    from slipstream.rollout_servers.images import ImagePlaceholders
-    from slipstream.rollout_servers.tokenizer import PromptError
+    from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
 
     where, tokenizer = f"task {index} of {split}", format.tokenizer
     try:

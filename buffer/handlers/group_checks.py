@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from slipstream.buffer.wire.codec import FrameError, decode_group
 from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, TRAIN, Group, Trajectory
-from slipstream.configs import RunConfig
+from slipstream.configs.schema.rollout import RolloutConfig
 
 MOST_LOGPROB = 1e-3
 """A log-probability may exceed 0 by so much, for the rounding of an engine's log-softmax."""
@@ -42,44 +41,17 @@ class InvalidGroupError(FrameError):
         self.reason = reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupLimits:
-    """Numbers of episodes and lengths that every ticket of a run asks for."""
-
-    episodes: int
-    """Of a group to train on."""
-    fewest_episodes: int
-    """Of these, with which the group may come."""
-    eval_samples: int
-    """Episodes of each held-out task."""
-    answer_tokens: int
-    episode_tokens: int
-    """After the prompt, observations included, of all trajectories of an episode."""
-    context_tokens: int
-    """Of a trajectory."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "GroupLimits":
-        """The limits of a run."""
-        rollout = config.rollout
-        return cls(
-            episodes=rollout.group_size,
-            fewest_episodes=rollout.fewest_episodes,
-            eval_samples=config.eval.samples,
-            answer_tokens=rollout.sampling.max_tokens,
-            episode_tokens=rollout.episode_tokens,
-            context_tokens=rollout.engine.max_model_len,
-        )
-
-
 def largest_token(group: Group) -> int:
     """The group's largest token id; a negative one counts as beyond any vocabulary."""
     token_ids = b"".join([trajectory.token_ids for trajectory in group.trajectories])
     return int(np.frombuffer(token_ids, dtype=TOKEN_DTYPE).view(np.uint32).max())
 
 
-def check_group(group_id: str, blob: bytes | memoryview, limits: GroupLimits) -> Group:
+def check_group(group_id: str, blob: bytes | memoryview, rollout: RolloutConfig, *, eval_samples: int) -> Group:
     """The group in `blob`.
+
+    Args:
+        eval_samples: answers to each held-out task.
 
     Raises: FrameError when it is not the announced group; InvalidGroupError when it can't be trained on, or is not
     what any ticket with this id asks for.
@@ -95,14 +67,14 @@ def check_group(group_id: str, blob: bytes | memoryview, limits: GroupLimits) ->
     _check_experts(group)
     if not group.indices:
         raise FrameError(f"group {group_id}: no task")
-    _check_lengths(group, limits)
+    _check_lengths(group, rollout)
     slice_id = _EVAL_ID.fullmatch(group_id)
     if group.kind != (TRAIN if slice_id is None else EVAL):
         raise InvalidGroupError(OTHER_TICKET, f"group {group_id}: kind {group.kind!r} is not its ticket's")
     if slice_id is None:
-        _check_training(group, limits)
+        _check_training(group, rollout)
     else:
-        _check_evaluation(group, limits, version=int(slice_id[1]), first=int(slice_id[2]))
+        _check_evaluation(group, version=int(slice_id[1]), first=int(slice_id[2]), samples=eval_samples)
     return group
 
 
@@ -146,31 +118,32 @@ def _covers_actions(trajectory: Trajectory) -> bool:
     return covered == len(mask) - mask.count(0)
 
 
-def _check_lengths(group: Group, limits: GroupLimits) -> None:
+def _check_lengths(group: Group, rollout: RolloutConfig) -> None:
     """Raises: InvalidGroupError when a context, an episode or an answer has more tokens than the run allows."""
     used = Counter[int]()
+    context_tokens, answer_tokens = rollout.engine.max_model_len, rollout.sampling.max_tokens
     for trajectory in group.trajectories:
         tokens = len(trajectory.action_mask)
-        if tokens > limits.context_tokens:
+        if tokens > context_tokens:
             raise InvalidGroupError(
                 CONTEXT_TOO_LONG,
-                f"group {group.id}: {tokens} tokens, more than rollout.engine.max_model_len={limits.context_tokens}",
+                f"group {group.id}: {tokens} tokens, more than rollout.engine.max_model_len={context_tokens}",
             )
         # What precedes the first action is a prompt, or a context that the chat template has rewritten.
         used[trajectory.episode] += tokens - trajectory.action_mask.find(1)
-        answer = _longest_answer(trajectory, limits.answer_tokens)
-        if group.kind == TRAIN and answer > limits.answer_tokens:
+        answer = _longest_answer(trajectory, answer_tokens)
+        if group.kind == TRAIN and answer > answer_tokens:
             raise InvalidGroupError(
                 ANSWER_TOO_LONG,
                 f"group {group.id}: an answer of {answer} tokens, more than "
-                f"rollout.sampling.max_tokens={limits.answer_tokens}",
+                f"rollout.sampling.max_tokens={answer_tokens}",
             )
     episode, most = used.most_common(1)[0]
-    if most > limits.episode_tokens:
+    if most > rollout.episode_tokens:
         raise InvalidGroupError(
             ANSWER_TOO_LONG,
             f"group {group.id}: episode {episode} has {most} tokens after its prompt, more than "
-            f"rollout.episode.tokens={limits.episode_tokens}",
+            f"rollout.episode.tokens={rollout.episode_tokens}",
         )
 
 
@@ -187,31 +160,31 @@ def _longest_answer(trajectory: Trajectory, limit: int) -> int:
     return max(len(answer) for start, end in pairwise(ends) for answer in mask[start:end].split(b"\0"))
 
 
-def _check_training(group: Group, limits: GroupLimits) -> None:
+def _check_training(group: Group, rollout: RolloutConfig) -> None:
     """Raises: InvalidGroupError when it is not of one task, has another number of episodes than a ticket asks for, or
     lost a longer one than there may be.
     """
     if len(group.indices) != 1:
         raise InvalidGroupError(OTHER_TICKET, f"group {group.id}: {len(group.indices)} tasks, and its ticket has one")
     longest_lost = max((length for lengths in group.lost.values() for length in lengths), default=0)
-    if longest_lost > limits.episode_tokens:
+    if longest_lost > rollout.episode_tokens:
         raise InvalidGroupError(ANSWER_TOO_LONG, f"group {group.id}: a lost episode of {longest_lost} tokens")
     episodes = _episodes(group)
-    if episodes < limits.fewest_episodes or episodes + group.missing != limits.episodes:
+    if episodes < rollout.fewest_episodes or episodes + group.missing != rollout.group_size:
         raise InvalidGroupError(
             WRONG_EPISODES,
             f"group {group.id}: {episodes} episodes and {group.missing} missing, but "
-            f"rollout.group_size={limits.episodes} and at least {limits.fewest_episodes} must be there",
+            f"rollout.group_size={rollout.group_size} and at least {rollout.fewest_episodes} must be there",
         )
 
 
-def _check_evaluation(group: Group, limits: GroupLimits, *, version: int, first: int) -> None:
+def _check_evaluation(group: Group, *, version: int, first: int, samples: int) -> None:
     """Raises: InvalidGroupError when it has other tasks than `first` and those that follow, another number of episodes
     or another policy version; FrameError when it has several versions.
     """
     if group.epoch or group.indices != list(range(first, first + len(group.indices))):
         raise InvalidGroupError(OTHER_TICKET, f"group {group.id}: epoch {group.epoch}, tasks {group.indices[:8]}")
-    failed, episodes, samples = sum(group.failures.values()), _episodes(group), limits.eval_samples
+    failed, episodes = sum(group.failures.values()), _episodes(group)
     if episodes + group.missing != samples * len(group.indices) or failed * samples != group.missing:
         raise InvalidGroupError(
             WRONG_EPISODES,

@@ -13,17 +13,15 @@ from slipstream.buffer.handlers.group_checks import (
     FUTURE_VERSION,
     OTHER_TICKET,
     OUT_OF_VOCABULARY,
-    GroupLimits,
     InvalidGroupError,
     check_group,
     largest_token,
 )
 from slipstream.buffer.handlers.peers import MalformedCounter, Send
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.evaluation import tally, task_scores
 from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws, group_outcome
-from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
+from slipstream.buffer.policies.statistics import histogram, tally, task_scores
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
@@ -32,7 +30,7 @@ from slipstream.buffer.wire.codec import FrameError, encode_group, version_range
 from slipstream.buffer.wire.messages import CUT_OFF, EVAL, MAJORITY, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, SamplerConfig
+from slipstream.configs.schema.buffer import DynamicSamplingConfig
 
 log = get_log("buffer.ingest")
 
@@ -68,7 +66,7 @@ class Inspected:
     """Result of inspecting a delivered group."""
 
     id: str
-    found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
+    result: DeliveredGroup | EvalSliceResult | Dropped | FrameError
     largest_token: int = 0
     """As `largest_token` gives it."""
     epoch: int = 0
@@ -76,50 +74,94 @@ class Inspected:
     """Index of its task, of a group to train on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IngestSettings:
-    """Settings that decide on the use of delivered groups."""
+class Inspector:
+    """Decodes, checks and filters delivered groups; without side effects."""
 
-    seed: int
-    limits: GroupLimits
-    filters: Sequence[Filter]
-    sampler: SamplerConfig
-    needs_baseline: bool
-    needed_scores: frozenset[str]
-    """Scores that are trained on or that a filter uses."""
-    curriculum: bool
-    """True if the task's outcome is needed whatever the filters are."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "IngestSettings":
-        """The settings of a run."""
-        filters = config.buffer.filters
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._buffer = config.buffer
         trained = {reward.name for reward in config.rewards if reward.weight}
-        filtered = {each.score for each in filters if isinstance(each, DynamicSamplingConfig) and each.score}
-        return cls(
-            seed=config.run.seed,
-            limits=GroupLimits.from_config(config),
-            filters=filters,
-            sampler=config.buffer.sampler,
-            needs_baseline=config.greedy_baseline,
-            needed_scores=frozenset(trained | filtered),
-            curriculum=config.buffer.curriculum is not None,
+        filters = [chosen for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)]
+        self._needed_scores = trained | {chosen.score for chosen in filters if chosen.score}
+
+    def inspect(self, group_id: str, blob: bytes | memoryview) -> Inspected:
+        """The result for what was delivered under `group_id`."""
+        try:
+            group = check_group(group_id, blob, self._config.rollout, eval_samples=self._config.eval.samples)
+        except FrameError as error:
+            return Inspected(group_id, error)
+        if group.kind == EVAL:
+            work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
+            version, _ = version_range(group)
+            answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
+            return Inspected(group_id, answers, largest_token(group))
+        result = self.admit(group, blob)
+        return Inspected(group_id, result, largest_token(group), epoch=group.epoch, task=group.indices[0])
+
+    def admit(self, group: Group, blob: bytes | memoryview) -> DeliveredGroup | Dropped:
+        """The group as it will be stored, unless it is dropped. Deterministic: a repeated one has the same result.
+
+        Args:
+            group: a train group that passed `check_group`.
+            blob: its frame.
+        """
+        number = int(group.id) if group.id.isdecimal() else 0
+        rng = self._random_numbers(number)
+        episodes = _episodes(group)
+        lengths = [episode.tokens for episode in episodes]
+        verdict = self._verdict(group, episodes, rng)
+        kept = _select(group, verdict.keep, len(episodes))
+        lost = [length for of_reason in group.lost.values() for length in of_reason]
+        scored = histogram(lengths)
+        facts = Facts(
+            tokens=sum(lengths) + sum(lost),
+            delivered=histogram([*lengths, *lost]) if lost else scored,
+            kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
+            dropped=_by_reason(verdict.dropped, lengths, group.lost),
+            missing=group.missing - len(lost),
+            task=group.indices[0],
+            outcome=verdict.outcome,
+        )
+        if verdict.reason is not None:
+            return Dropped(verdict.reason, facts)
+        oldest, newest = version_range(kept)
+        return DeliveredGroup(
+            id=group.id,
+            blob=blob if kept is group else encode_group(kept),
+            oldest_version=oldest,
+            newest_version=newest,
+            order=order(
+                self._buffer.sampler,
+                number=number,
+                oldest_version=oldest,
+                rewards=[episodes[index].reward for index in verdict.keep],
+                rng=rng,
+            ),
+            facts=facts,
         )
 
+    def _random_numbers(self, number: int) -> np.random.Generator | None:
+        """The group's random generator; None if nothing is drawn, because creating one takes as long as the rest."""
+        if races(self._buffer.sampler) or draws(self._buffer.filters):
+            return np.random.default_rng([self._config.run.seed, number])
+        return None
 
-def inspect(group_id: str, blob: bytes | memoryview, settings: IngestSettings) -> Inspected:
-    """Decodes, checks and filters what was delivered under `group_id`; without side effects."""
-    try:
-        group = check_group(group_id, blob, settings.limits)
-    except FrameError as error:
-        return Inspected(group_id, error)
-    if group.kind == EVAL:
-        work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
-        version, _ = version_range(group)
-        answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
-        return Inspected(group_id, answers, largest_token(group))
-    found = admit(group, blob, settings)
-    return Inspected(group_id, found, largest_token(group), epoch=group.epoch, task=group.indices[0])
+    def _verdict(self, group: Group, episodes: Sequence[Episode], rng: np.random.Generator | None) -> Verdict:
+        lacking = self._missing_part(group)
+        if lacking is not None:
+            return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
+        verdict = apply_filters(episodes, self._buffer.filters, rng)
+        if self._buffer.curriculum is None:
+            return verdict
+        return replace(verdict, outcome=group_outcome(episodes, self._buffer.filters))
+
+    def _missing_part(self, group: Group) -> str | None:
+        """The drop reason if the group lacks a baseline or score: its server may run another configuration."""
+        if self._config.greedy_baseline and group.greedy_reward is None:
+            return NO_BASELINE
+        if not all(self._needed_scores <= trajectory.scores.keys() for trajectory in group.trajectories):
+            return NO_SCORE
+        return None
 
 
 def _tallies(group: Group) -> dict[str, tuple[float, float]]:
@@ -133,49 +175,6 @@ def _tallies(group: Group) -> dict[str, tuple[float, float]]:
         [of_task[0].scores.get(MAJORITY) for of_task in of_tasks],
     )
     return {name: tally(values) for name, values in scores.items()}
-
-
-def admit(group: Group, blob: bytes | memoryview, settings: IngestSettings) -> DeliveredGroup | Dropped:
-    """The group as it will be stored, unless it is dropped. Deterministic: repeated deliveries get the same verdict.
-
-    Args:
-        group: a train group that passed `check_group`.
-        blob: its frame.
-    """
-    number = int(group.id) if group.id.isdecimal() else 0
-    rng = _random_numbers(settings, number)
-    episodes = _episodes(group)
-    lengths = [episode.tokens for episode in episodes]
-    verdict = _verdict(group, episodes, settings, rng)
-    kept = _select(group, verdict.keep, len(episodes))
-    lost = [length for of_reason in group.lost.values() for length in of_reason]
-    scored = histogram(lengths)
-    facts = Facts(
-        tokens=sum(lengths) + sum(lost),
-        delivered=histogram([*lengths, *lost]) if lost else scored,
-        kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
-        dropped=_by_reason(verdict.dropped, lengths, group.lost),
-        missing=group.missing - len(lost),
-        task=group.indices[0],
-        outcome=verdict.outcome,
-    )
-    if verdict.reason is not None:
-        return Dropped(verdict.reason, facts)
-    oldest, newest = version_range(kept)
-    return DeliveredGroup(
-        id=group.id,
-        blob=blob if kept is group else encode_group(kept),
-        oldest_version=oldest,
-        newest_version=newest,
-        order=order(
-            settings.sampler,
-            number=number,
-            oldest_version=oldest,
-            rewards=[episodes[index].reward for index in verdict.keep],
-            rng=rng,
-        ),
-        facts=facts,
-    )
 
 
 def _episodes(group: Group) -> list[Episode]:
@@ -192,32 +191,6 @@ def _episodes(group: Group) -> list[Episode]:
         )
         for index in sorted(parts)
     ]
-
-
-def _random_numbers(settings: IngestSettings, number: int) -> np.random.Generator | None:
-    """The group's random generator; None if nothing is drawn, because creating one takes as long as the rest."""
-    if races(settings.sampler) or draws(settings.filters):
-        return np.random.default_rng([settings.seed, number])
-    return None
-
-
-def _verdict(
-    group: Group, episodes: Sequence[Episode], settings: IngestSettings, rng: np.random.Generator | None
-) -> Verdict:
-    lacking = _missing_part(group, settings)
-    if lacking is not None:
-        return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
-    verdict = apply_filters(episodes, settings.filters, rng)
-    return replace(verdict, outcome=group_outcome(episodes, settings.filters)) if settings.curriculum else verdict
-
-
-def _missing_part(group: Group, settings: IngestSettings) -> str | None:
-    """The drop reason if the group lacks a baseline or score: its server may run another configuration."""
-    if settings.needs_baseline and group.greedy_reward is None:
-        return NO_BASELINE
-    if not all(settings.needed_scores <= trajectory.scores.keys() for trajectory in group.trajectories):
-        return NO_SCORE
-    return None
 
 
 def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
@@ -237,13 +210,13 @@ def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
 def _by_reason(
     dropped: Sequence[tuple[int, str]], lengths: Sequence[int], lost: Mapping[str, Sequence[int]]
 ) -> Mapping[str, Mapping[int, int]]:
-    of_reason = defaultdict[str, list[int]](list, {reason: list(found) for reason, found in lost.items()})
+    of_reason = defaultdict[str, list[int]](list, {reason: list(lengths_lost) for reason, lengths_lost in lost.items()})
     for index, reason in dropped:
         of_reason[reason].append(lengths[index])
-    return {reason: histogram(found) for reason, found in of_reason.items()}
+    return {reason: histogram(lengths_of) for reason, lengths_of in of_reason.items()}
 
 
-MALFORMED_PATIENCE = 3
+MALFORMED_RETRIES = 3
 """Times that a refused group is requested again: the network may have damaged it."""
 
 
@@ -294,14 +267,14 @@ class Ingest:
 
     async def _take(self, delivery: Delivery, groups: Sequence[Inspected]) -> None:
         for group in groups:
-            if isinstance(group.found, DeliveredGroup | Dropped):
+            if isinstance(group.result, DeliveredGroup | Dropped):
                 delivery.groups.append(group)
             else:
-                delivery.outcomes[group.id] = await self._not_stored(group.id, group.found)
+                delivery.outcomes[group.id] = await self._not_stored(group.id, group.result)
         self._waiting.append(delivery)
         self._groups += len(delivery.groups)
-        found = [group.found for group in delivery.groups]
-        self._bytes += sum(len(each.blob) for each in found if isinstance(each, DeliveredGroup))
+        results = [group.result for group in delivery.groups]
+        self._bytes += sum(len(result.blob) for result in results if isinstance(result, DeliveredGroup))
         if self._groups >= STORED_AT_ONCE or self._bytes >= STORED_AT_ONCE_BYTES:
             await self._store()
 
@@ -310,8 +283,8 @@ class Ingest:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
             groups = await self._sort_out(waiting)
-            found = await self._ledger.deliver(groups)
-            stored = {group.id: outcome for group, outcome in zip(groups, found, strict=True)}
+            delivered = await self._ledger.deliver(groups)
+            stored = {group.id: outcome for group, outcome in zip(groups, delivered, strict=True)}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
                 log.warning("Redis lost the bytes of arriving groups, requesting them again", groups=lost)
@@ -331,11 +304,11 @@ class Ingest:
         groups: list[DeliveredGroup] = []
         for delivery in waiting:
             for group in delivery.groups:
-                found = self._other_ticket(group, places.get(group.id), delivery.train_tasks) or group.found
-                if isinstance(found, DeliveredGroup):
-                    groups.append(found)
+                result = self._other_ticket(group, places.get(group.id), delivery.train_tasks) or group.result
+                if isinstance(result, DeliveredGroup):
+                    groups.append(result)
                 else:
-                    delivery.outcomes[group.id] = await self._not_stored(group.id, found)
+                    delivery.outcomes[group.id] = await self._not_stored(group.id, result)
         return groups
 
     def _other_ticket(self, group: Inspected, place: Place | None, train_tasks: int) -> InvalidGroupError | None:
@@ -348,32 +321,34 @@ class Ingest:
         detail = f"group {group.id}: task {group.task} of epoch {group.epoch}, but its ticket has {task} of {epoch}"
         return InvalidGroupError(OTHER_TICKET, detail)
 
-    async def _not_stored(self, group_id: str, found: EvalSliceResult | Dropped | FrameError) -> str:
+    async def _not_stored(self, group_id: str, result: EvalSliceResult | Dropped | FrameError) -> str:
         """The outcome of a group that is not stored with the others."""
-        match found:
+        match result:
             case EvalSliceResult():
                 return await self._ledger.evaluations.record(
-                    found.work,
-                    version=found.version,
-                    failures=found.failures,
-                    tallies=found.tallies,
-                    blob=found.blob,
+                    result.work,
+                    version=result.version,
+                    failures=result.failures,
+                    tallies=result.tallies,
+                    blob=result.blob,
                 )
             case Dropped():
-                return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)
+                return await self._ledger.filter(group_id, reason=result.reason, facts=result.facts)
             case FrameError():
-                outcome = await self._reject(group_id, found.reason)
-                self._malformed.add("group refused", group=group_id, code=found.reason, reason=str(found))
+                outcome = await self._reject(group_id, result.reason)
+                self._malformed.add("group refused", group=group_id, code=result.reason, reason=str(result))
                 if outcome == "filtered":  # a slice of an evaluation may go to another server
                     self._fleet.offer_evaluation()
                 return outcome
 
     async def _reject(self, group_id: str, reason: str) -> str:
         # A malformed group has no readable kind, so first try it as a slice of an evaluation.
-        outcome = await self._ledger.evaluations.record_failure(group_id, reason=reason, patience=MALFORMED_PATIENCE)
+        outcome = await self._ledger.evaluations.record_failure(
+            group_id, reason=reason, ignored_failures=MALFORMED_RETRIES
+        )
         if outcome != "void":
             return outcome
-        return await self._ledger.filter(group_id, reason=reason, facts=Facts(), patience=MALFORMED_PATIENCE)
+        return await self._ledger.filter(group_id, reason=reason, facts=Facts(), ignored_failures=MALFORMED_RETRIES)
 
 
 def _within(group: Inspected, vocab_size: int) -> Inspected:

@@ -7,7 +7,7 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import Send, peer_name
-from slipstream.buffer.policies.lengths import histogram
+from slipstream.buffer.policies.statistics import histogram
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import Facts
 from slipstream.buffer.wire import messages as m

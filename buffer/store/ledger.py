@@ -5,19 +5,19 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from slipstream.buffer.policies.admission import bounds
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.policies.statistics import ks_distance
 from slipstream.buffer.store.evaluations import Evaluations
-from slipstream.buffer.store.redis import portions, set_all
-from slipstream.buffer.store.scripts import Scripts
+from slipstream.buffer.store.redis import Scripts, portions, set_all
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
+    SPILL_BYTES,
     DeliveredGroup,
     Facts,
     IssuedTask,
     Lease,
-    LedgerRules,
     LedgerSnapshot,
     Room,
     SpilledGroupsError,
@@ -53,22 +53,20 @@ class Ledger:
     NotCurrentLearnerError for any incarnation but the run's current one; an empty name skips the check.
 
     Attributes:
+        config: of the run.
         evaluations: of the run's policy versions.
+        spill_bytes: the bytes of larger groups are moved into spill files once they are trained.
     """
 
-    def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
-        self.run = run
-        self.rules = rules
+    def __init__(self, redis: Redis, config: RunConfig, *, spill_bytes: int = SPILL_BYTES) -> None:
+        self.run = config.run.name
+        self.config = config
+        self.spill_bytes = spill_bytes
         self._redis = redis
         self._published = 0
-        self.scripts = Scripts(redis, run)
-        self.evaluations = Evaluations(redis, self.scripts, rules)
+        self.scripts = Scripts(redis, self.run)
+        self.evaluations = Evaluations(redis, self.scripts, config.eval, deadline_s=config.buffer.ticket_deadline_s)
         self._prefix = self.scripts.prefix
-
-    @classmethod
-    def from_config(cls, redis: Redis, config: RunConfig) -> "Ledger":
-        """The ledger of the run that `config` describes."""
-        return cls(redis, config.run.name, LedgerRules.from_config(config))
 
     async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
         """Runs a script that only the run's current learner may run. Raises: NotCurrentLearnerError."""
@@ -112,8 +110,8 @@ class Ledger:
         self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = ()
     ) -> list[list[IssuedTask]]:
         """Grants the requested tickets in this order, as credits, capacity and rate limit allow; none for `skip`."""
-        rules = {"deadline_s": self.rules.ticket_deadline_s, **self._admission}
-        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **rules)
+        limits = {"deadline_s": self.config.buffer.ticket_deadline_s, **self._admission}
+        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **limits)
         granted: list[list[IssuedTask]] = [[] for _ in requests]
         for i in range(0, len(flat), 4):
             granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
@@ -141,10 +139,10 @@ class Ledger:
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
-        """issued → filtered(reason), at the failure after the first `patience` ones; returns the outcome."""
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
+        """issued → filtered(reason), at the failure after the first `ignored_failures`; returns the outcome."""
         outcome = await self.scripts.call(
-            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), patience=patience
+            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), ignored_failures=ignored_failures
         )
         return str(outcome.decode())
 
@@ -157,8 +155,8 @@ class Ledger:
         number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no
         effect. Raises: SupersededError when another learner has taken over since the first call.
         """
-        rules = self._training(steps)
-        back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **rules)
+        training = self._training(steps)
+        back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **training)
         return int(back), int(forgotten)
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
@@ -166,26 +164,27 @@ class Ledger:
 
         Raises: SpilledGroupsError when bytes must be read back from spill files first.
         """
-        found: list[Any] = await self._call_as(
+        limits = bounds(self.config.buffer.limiter)
+        leased: list[Any] = await self._call_as(
             learner,
             "lease",
             step=step,
             consuming_version=consuming_version,
             count=count,
-            deadline_s=self.rules.lease_deadline_s,
-            min_diff=_json_number(self.rules.bounds.min_diff),
-            min_ready=self.rules.bounds.min_ready,
-            spill_bytes=self.rules.spill_bytes,
+            deadline_s=self.config.buffer.lease_deadline_s,
+            min_diff=_json_number(limits.min_diff),
+            min_ready=limits.min_ready,
+            spill_bytes=self.spill_bytes,
             **self._admission,
         )
-        if not found:
+        if not leased:
             return None
-        if found[0] == b"spilled":
-            raise SpilledGroupsError([each.decode() for each in found[1]])
-        (oldest_version, *staleness), *groups = found
-        weights, exposures = ([float(each) for each in groups[first::3]] for first in (1, 2))
-        importance = importance_weights(weights, exposures, exponent=self.rules.importance_exponent)
-        return Lease([each.decode() for each in groups[::3]], importance.tolist(), oldest_version, staleness)
+        if leased[0] == b"spilled":
+            raise SpilledGroupsError([group_id.decode() for group_id in leased[1]])
+        (oldest_version, *staleness), *groups = leased
+        weights, exposures = (list(map(float, groups[first::3])) for first in (1, 2))
+        importance = importance_weights(weights, exposures, exponent=self.config.buffer.sampler.importance_exponent)
+        return Lease([group_id.decode() for group_id in groups[::3]], importance.tolist(), oldest_version, staleness)
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""
@@ -211,20 +210,23 @@ class Ledger:
     @property
     def _admission(self) -> dict[str, float]:
         """Arguments of `capacity` and `issuable` in `lua/prelude.lua`."""
-        rules = self.rules
+        buffer, limits = self.config.buffer, bounds(self.config.buffer.limiter)
         return {
-            "max_staleness": rules.max_staleness,
-            "groups_per_version": rules.groups_per_version,
-            "groups_per_step": rules.groups_per_step,
-            "max_uses": rules.max_uses,
-            "samples_per_insert": rules.bounds.samples_per_insert,
-            "max_diff": _json_number(rules.bounds.max_diff),
+            "max_staleness": buffer.max_staleness,
+            "groups_per_version": self.config.groups_per_version,
+            "groups_per_step": self.config.learner.groups_per_step,
+            "max_uses": buffer.limiter.max_uses,
+            "samples_per_insert": limits.samples_per_insert,
+            "max_diff": _json_number(limits.max_diff),
         }
 
     def _training(self, step: int) -> dict[str, int]:
         """Arguments of `finish_steps` in `lua/prelude.lua`."""
-        rules = self.rules
-        return {"max_uses": rules.max_uses, "seed": rules.seed * 1_000_003 + step, "spill_bytes": rules.spill_bytes}
+        return {
+            "max_uses": self.config.buffer.limiter.max_uses,
+            "seed": self.config.run.seed * 1_000_003 + step,
+            "spill_bytes": self.spill_bytes,
+        }
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class Ledger:
 
     async def trim(self) -> int:
         """Forgets final groups beyond the retention; returns their number."""
-        retention, forgotten = self.rules.retention, 0
+        retention, forgotten = self.config.buffer.retention, 0
         for _ in range(FORGET_TIMES):
             some = await self.scripts.call(
                 "trim",
@@ -286,7 +288,7 @@ class Ledger:
 
     async def check_steps(self) -> StepCheck:
         """Compares the groups of every trained step with `learner.groups_per_step`."""
-        return check_steps(await self.step_tally(), groups_per_step=self.rules.groups_per_step)
+        return check_steps(await self.step_tally(), groups_per_step=self.config.learner.groups_per_step)
 
     async def step_tally(self) -> StepTally:
         """Number of groups that each step used."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.spill import Location, SpillError, SpillFolder
 
 STORED = ("ready", "leased", "trained", "durable")

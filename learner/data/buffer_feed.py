@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory

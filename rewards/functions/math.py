@@ -28,16 +28,19 @@ from pydantic.dataclasses import dataclass
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.processes import die_with
 from slipstream.rewards.answers import (
+    Number,
     behind_hashes,
     boxed,
     final_answer,
     in_words,
     last_statement,
+    plain_number,
+    read_number,
     tagged,
+    unwrapped,
     without_end_tokens,
 )
 from slipstream.rewards.base import RewardUnavailable, Score
-from slipstream.rewards.functions.numbers import Number, plain_number, read_number, unwrapped
 
 Extract = Literal["auto", "boxed", "hashes", "latex", "number", "plain"]
 Form = Literal["marked", "latex", "any"]

@@ -16,18 +16,21 @@ from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Result
 from slipstream.rewards.compose import OUT_OF_TIME, Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import chosen, close_rewards, load_in_worker, start_worker
-from slipstream.rewards.runners.messages import (
+from slipstream.rewards.runners.base import (
     LENGTH_BYTES,
     START_S,
     UnreadableInfo,
     WorkerEnded,
+    chosen,
+    close_rewards,
     decode_reply,
     decode_request,
     encode_error,
     encode_reply,
     encode_request,
     framed,
+    load_in_worker,
+    start_worker,
 )
 from slipstream.rewards.runners.shared import GROUPS, SharedWorker
 

@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -14,9 +15,6 @@ from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, Version
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.model import LoraConfig
-from slipstream.configs.schema.rollout import EngineConfig
-from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.models.architecture import placeholder_tokens
 from slipstream.rollout_servers.engines.staging import Staging
 
@@ -38,48 +36,25 @@ class EngineSettings:
     """Settings of an engine.
 
     Attributes:
+        config: of the run; its seed is that of the engine's sampling.
         model: the folder of the model, whose weights are version 0.
-        dtype: of parameters and computation.
-        lora: the adapters that versions consist of; None where they consist of all weights.
-        seed: of sampling.
-        run: the run's name.
-        logs: folder for the output of an engine's server.
-        return_experts: return the experts that were chosen for each token.
+        eos_token_ids: tokens that end an answer.
     """
 
+    config: RunConfig
     model: Path
-    dtype: str
-    lora: LoraConfig | None
-    seed: int
-    run: str
-    logs: Path
-    engine: EngineConfig
-    weights: WeightsConfig
-    generation: Generation
-    return_experts: bool = False
+    eos_token_ids: tuple[int, ...]
 
-    @classmethod
-    def from_config(cls, config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Self:
-        """The settings of the engines of a run."""
-        sampling = config.rollout.sampling
-        generation = Generation(
+    @cached_property
+    def generation(self) -> Generation:
+        """Sampling of every answer."""
+        sampling = self.config.rollout.sampling
+        return Generation(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=() if sampling.ignore_eos else eos_token_ids,
-            banned=placeholder_tokens(model),
-        )
-        return cls(
-            model=model,
-            dtype=config.model.dtype_here,
-            lora=config.model.lora,
-            seed=config.run.seed,
-            run=config.run.name,
-            logs=config.paths.logs,
-            engine=config.rollout.engine,
-            weights=config.weights,
-            generation=generation,
-            return_experts=config.learner.router_replay,
+            stop_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
+            banned=placeholder_tokens(self.model),
         )
 
 

@@ -33,12 +33,12 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     """
     if problems := engine_problems(config, model):
         raise ConfigError(problems)
-    settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
-    name: str = settings.engine.name
+    settings = EngineSettings(config, model, eos_token_ids)
+    name: str = config.rollout.engine.name
     if name == "vllm":
         name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
-        prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
-    if name == "hf" and settings.return_experts:
+        prepare_environment(gpu=has_gpu(), return_experts=config.learner.router_replay)
+    if name == "hf" and config.learner.router_replay:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
     module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
@@ -50,11 +50,12 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
 
 def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
     """`rollout.engine.core`, resolved for this host."""
-    if settings.engine.core != "auto":
-        return settings.engine.core
-    options = settings.engine.options
+    engine = settings.config.rollout.engine
+    if engine.core != "auto":
+        return engine.core
+    options = engine.options
     several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
-    return "process" if gpu or several or settings.weights.direct else "inline"
+    return "process" if gpu or several or settings.config.weights.direct else "inline"
 
 
 def engine_problems(config: RunConfig, model: Path) -> list[str]:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.scripts import group_key
+from slipstream.buffer.store.redis import group_key
 from slipstream.buffer.store.types import DeliveredGroup, Lease, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient, new_incarnation
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
 from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.plugin_code import plugin_code
+from slipstream.rollout_servers.plugins import plugin_code
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log

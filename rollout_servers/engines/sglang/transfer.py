@@ -240,10 +240,10 @@ _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
-    if not settings.weights.direct:
+    if not settings.config.weights.direct:
         return False
     if not gpu:
-        transport = settings.weights.transport
+        transport = settings.config.weights.transport
         raise ConfigError(f"weights.transport={transport} needs a GPU here; set weights.transport=auto")
     require_one(
         settings,

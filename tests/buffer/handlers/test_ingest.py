@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, inspect
+from slipstream.buffer.handlers.ingest import Ingest, Inspector
 from slipstream.buffer.handlers.peers import MalformedCounter
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, Facts
@@ -31,10 +31,10 @@ class FakeLedger:
     async def places(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(ids, (0, 0))
 
-    async def record_failure(self, ticket_id: str, *, reason: str, patience: int) -> str:
+    async def record_failure(self, ticket_id: str, *, reason: str, ignored_failures: int) -> str:
         return "void"
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
         return "again"
 
 
@@ -47,7 +47,7 @@ class Harness:
         self.malformed = MalformedCounter()
         self.returned: list[tuple[bytes, int]] = []
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
-        self._settings = IngestSettings.from_config(config)
+        self._inspector = Inspector(config)
 
     def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
         return position
@@ -63,7 +63,7 @@ class Harness:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
         await self.ingest.take(
             peer,
-            [inspect(group_id, frame, self._settings) for group_id, frame in frames.items()],
+            [self._inspector.inspect(group_id, frame) for group_id, frame in frames.items()],
             vocab_size=32,
             train_tasks=10,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.types import Lease
 from tests.buffer.ledger import counts, deliver, group, issue, ruled
 

@@ -93,7 +93,7 @@ def settings(folder: Path, max_tokens: int = 40, dtype: str = "float32", **secti
             **sections,
         }
     )
-    return EngineSettings.from_config(config, folder, eos_token_ids=())
+    return EngineSettings(config, folder, eos_token_ids=())
 
 
 @asynccontextmanager
