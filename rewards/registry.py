@@ -17,16 +17,16 @@ from slipstream.rewards.compose import Reward, Takes
 
 BUILT_IN: Final = {
     "by_source": "slipstream.rewards.functions.by_source:BySource",
-    "exact_match": "slipstream.rewards.functions.match:exact_match",
-    "digit_match": "slipstream.rewards.functions.match:digit_match",
-    "none": "slipstream.rewards.functions.match:none",
+    "exact_match": "slipstream.rewards.functions.text:exact_match",
+    "digit_match": "slipstream.rewards.functions.text:digit_match",
+    "none": "slipstream.rewards.functions.text:none",
     "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
-    "repetition": "slipstream.rewards.functions.form:Repetition",
+    "repetition": "slipstream.rewards.functions.text:Repetition",
     "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
     "code": "slipstream.rewards.functions.code:Code",
-    "format": "slipstream.rewards.functions.form:Format",
+    "format": "slipstream.rewards.functions.text:Format",
     "judge": "slipstream.rewards.functions.judge:Judge",
-    "length": "slipstream.rewards.functions.form:Length",
+    "length": "slipstream.rewards.functions.text:Length",
     "math": "slipstream.rewards.functions.math:Math",
 }
 """`module:attribute` by name: imported when they are used."""

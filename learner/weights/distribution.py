@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import TRANSPORTS
@@ -29,7 +29,7 @@ from slipstream.learner.weights.members import (
 )
 from slipstream.learner.weights.process_group import ProcessGroup, attribute_fault, record_success
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Fetched, TransferError
+from slipstream.learner.weights.transports import Fetched, TransferError
 
 log = get_log("learner.weights")
 

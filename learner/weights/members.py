@@ -19,7 +19,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import TRANSPORTS
-from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports import TransferError
 
 log = get_log("learner.weights")
 

@@ -11,7 +11,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import GRACE_S, Absent, Answer, Member, Rpc
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, TransferError
+from slipstream.learner.weights.transports import Broadcast, TransferError
 
 log = get_log("learner.weights")
 

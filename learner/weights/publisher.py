@@ -26,7 +26,7 @@ from slipstream.learner.weights.distribution import Distribution, Publication
 from slipstream.learner.weights.members import Roster, Rpc, SyncFigures
 from slipstream.learner.weights.process_group import ProcessGroup
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Transports
+from slipstream.learner.weights.transports import Transports
 
 log = get_log("learner.weights")
 

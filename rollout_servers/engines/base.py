@@ -1,6 +1,7 @@
 """The interface of an inference engine: token ids in; token ids, log-probs and version spans out."""
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
+from slipstream.buffer.wire.weights.fabric import LEARNER
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.models.architecture import placeholder_tokens
-from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging, TransferFailed, join_rendezvous
 
 
 @dataclass(frozen=True)
@@ -390,3 +393,24 @@ def check_positions(context: int, text: PreTrainedConfig, folder: Path) -> None:
         raise ConfigError(
             f"rollout.engine.max_model_len={context} is more than the {positions} positions of {folder}; lower it"
         )
+
+
+async def await_rendezvous(form: Form, *, ranks: int) -> str:
+    """Joins for an engine's workers, whose own wait nothing could end. Returns the id with which they connect.
+
+    Raises: UpdateFailed.
+    """
+    left = threading.Event()
+
+    def join() -> str:
+        return join_rendezvous(form, ranks=ranks, left=left).get(LEARNER).decode()
+
+    try:
+        async with asyncio.timeout(form.deadline_s):
+            return str(await run_in_thread(join))
+    except (TransferFailed, RuntimeError) as error:  # the learner, which has the store, may crash
+        raise UpdateFailed(str(error)) from None
+    except TimeoutError:
+        raise UpdateFailed(f"other members of transfer group {form.epoch} are missing") from None
+    finally:
+        left.set()

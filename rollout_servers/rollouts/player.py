@@ -21,7 +21,7 @@ from slipstream.models.images import ImageError
 from slipstream.rewards.answers import majority
 from slipstream.rewards.base import Failure
 from slipstream.rewards.compose import EpisodeReward
-from slipstream.rewards.functions.match import OVERLONG, overlong
+from slipstream.rewards.functions.text import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.rollouts.base import (

@@ -18,7 +18,7 @@ from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import SegmentError, host_identity
+from slipstream.buffer.wire.weights.layout import SegmentError, host_identity
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address

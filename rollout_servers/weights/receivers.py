@@ -25,8 +25,7 @@ from slipstream.buffer.wire.weights.fabric import GlooFabric
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
-from slipstream.rollout_servers.engines.rendezvous import describe, join_rendezvous
-from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed, describe, join_rendezvous
 
 
 class Receiver(Protocol):

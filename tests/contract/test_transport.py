@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.buffer.wire.weights.shm import sweep
+from slipstream.buffer.wire.weights.layout import sweep
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.threads import TEARDOWN_THREAD_NAME
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, TransferError, build_transports
+from slipstream.learner.weights.transports import Broadcast, TransferError, build_transports
 from slipstream.rollout_servers.engines.staging import TransferFailed
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port

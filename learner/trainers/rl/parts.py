@@ -31,7 +31,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")

@@ -18,9 +18,8 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
+from slipstream.buffer.wire.weights.layout import Segment, SegmentError, tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.models.architecture import router_sizes
 from slipstream.models.state_dict import published_buffers, saved_parts
@@ -32,8 +31,8 @@ from slipstream.rollout_servers.engines.base import (
     ExpertReader,
     RequestRefused,
     UpdateFailed,
+    await_rendezvous,
 )
-from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
 from slipstream.rollout_servers.engines.sglang.protocol import whole

@@ -29,8 +29,8 @@ from slipstream.rollout_servers.engines.base import (
     PromptImage,
     RequestRefused,
     UpdateFailed,
+    await_rendezvous,
 )
-from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.vllm.arguments import (
     BACKEND,

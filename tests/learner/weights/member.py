@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import build_receivers

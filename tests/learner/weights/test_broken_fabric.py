@@ -8,9 +8,8 @@ import pytest
 import structlog
 
 from slipstream.buffer.wire.weights.protocol import Form
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
-from slipstream.rollout_servers.engines.staging import TransferFailed
+from slipstream.learner.weights.broadcast import GlooTransport
+from slipstream.rollout_servers.engines.staging import TransferFailed, join_rendezvous
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 

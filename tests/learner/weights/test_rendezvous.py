@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.transports.base import Rendezvous, TransferError
+from slipstream.learner.weights.transports import Rendezvous, TransferError
 from tests.conftest import free_port
 
 

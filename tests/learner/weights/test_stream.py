@@ -10,9 +10,9 @@ import zmq
 
 from slipstream.buffer.wire.weights.protocol import Manifest, Part, TensorInfo
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.fetch import PartServer, StreamTransport, following
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.fetch import PartServer, StreamTransport, following
+from slipstream.learner.weights.transports import TransferError
 from tests.conftest import free_port
 from tests.learner.weights.learner import wait_until
 

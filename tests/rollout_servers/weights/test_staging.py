@@ -8,9 +8,8 @@ import torch
 import xxhash
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, layout
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[3, 5]), TensorInfo(name="b", dtype="float32", shape=[4])]

@@ -20,7 +20,7 @@ from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Rendezvous, SenderSettings, TransferError
+from slipstream.learner.weights.transports import Broadcast, Rendezvous, SenderSettings, TransferError
 
 SENDER = "vllm.distributed.weight_transfer.nccl_common"
 BUCKETS_AT_ONCE = 2

@@ -20,7 +20,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 
-log = get_log("learner.weights.transports")
+log = get_log("learner.weights")
 
 
 class TransferError(SlipstreamError):
