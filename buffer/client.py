@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from slipstream.buffer.store.redis import connect, group_key, retry_through_outage
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import BUFFER, LEARNER, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
@@ -106,7 +106,7 @@ class BufferClient:
         self.take_evals()  # earlier ones were reported to the previous learner
         return state
 
-    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> Lease | None:
+    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> LeasedGroups | None:
         """Leases `count` groups for `step`; None if too few become ready within `wait_s`."""
         request = m.LeaseRequest(
             request=UNNUMBERED,
@@ -119,7 +119,7 @@ class BufferClient:
         reply = self._ask(request, extra_s=wait_s)
         if not isinstance(reply, m.Lease):
             return None
-        return Lease(reply.group_ids, reply.importance_weights, reply.oldest_version, reply.staleness)
+        return LeasedGroups(reply.group_ids, reply.importance_weights, reply.oldest_version, reply.staleness)
 
     def trained(self, step: int) -> m.State:
         """Reports that the groups leased for `step` were trained on."""
@@ -275,5 +275,5 @@ class GroupReader:
         return [decode_group(blobs.pop()) for _ in group_ids]
 
     def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
-        found: Any = self._redis.mget([group_key(self._run, group_id) for group_id in group_ids])
-        return list(found)
+        blobs: Any = self._redis.mget([group_key(self._run, group_id) for group_id in group_ids])
+        return list(blobs)

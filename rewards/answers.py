@@ -24,14 +24,14 @@ def boxed(text: str) -> str:
     r"""The content of the last complete `\boxed{}` or `\fbox{}`; empty without one."""
     opened: list[int | None] = []  # where the content of each open brace begins; None if it is not a box's
     last = (-1, -1)
-    for found in _BRACES.finditer(text):
-        box, brace, close = found.groups()
+    for match in _BRACES.finditer(text):
+        box, brace, close = match.groups()
         if box or brace:
-            opened.append(found.end() if box else None)
+            opened.append(match.end() if box else None)
         elif close and opened:
             begin = opened.pop()
             if begin is not None:
-                last = max(last, (begin, found.start()))
+                last = max(last, (begin, match.start()))
     begin, end = last
     return text[begin:end].strip() if begin >= 0 else ""
 
@@ -44,16 +44,16 @@ def behind_hashes(text: str) -> str:
 
 def tagged(text: str) -> str:
     """The text between the last `<answer>` and `</answer>`; empty without them."""
-    found = [*_TAGGED.finditer(text)]
-    return found[-1][1].strip() if found else ""
+    matches = [*_TAGGED.finditer(text)]
+    return matches[-1][1].strip() if matches else ""
 
 
 def in_words(text: str) -> str:
     """The statement behind the last `answer is` or `answer:`, without its full stop; empty without one."""
     tail = text[-_TAIL:]
-    begins = [found.end() for found in _ANSWER_IS.finditer(tail)]
-    found = _STATEMENT.match(tail, begins[-1]) if begins else None
-    return found[0].lstrip(" \n*_").rstrip(" \n*_.!") if found else ""
+    begins = [match.end() for match in _ANSWER_IS.finditer(tail)]
+    match = _STATEMENT.match(tail, begins[-1]) if begins else None
+    return match[0].lstrip(" \n*_").rstrip(" \n*_.!") if match else ""
 
 
 def last_statement(text: str, pattern: str) -> str:
@@ -139,8 +139,8 @@ def plain_number(text: str) -> Fraction | None:
     """The value of a text that is a number and nothing else, dollar signs and emphasis aside; None for others."""
     if len(text) > _LONGEST:
         return None
-    found = _cleaned(text).removesuffix(".")
-    return Fraction(found) if _PLAIN.fullmatch(found) else None
+    cleaned = _cleaned(text).removesuffix(".")
+    return Fraction(cleaned) if _PLAIN.fullmatch(cleaned) else None
 
 
 def read_number(text: str, *, quotients: bool) -> Number | Literal["none", "unread"]:
@@ -153,15 +153,15 @@ def read_number(text: str, *, quotients: bool) -> Number | Literal["none", "unre
     if len(text) > _LONGEST:
         return "unread"
     text = _right_side(_cleaned(text))
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return "unread"
-    begin, last = (found[-2].end() if len(found) > 1 else 0), found[-1]
+    begin, last = (numbers[-2].end() if len(numbers) > 1 else 0), numbers[-1]
     between, after = text[begin : last.start()], text[last.end() :]
-    is_list = len(found) > 1 and not last["sign"] and _LIST.fullmatch(between)
+    is_list = len(numbers) > 1 and not last["sign"] and _LIST.fullmatch(between)
     if is_list or _REFUSED.search(f"{between}#{after}"):
         return "none"
-    is_alone = len(found) == 1 and not after[:1].isalpha() and _AROUND.fullmatch(between) and _AROUND.fullmatch(after)
+    is_alone = len(numbers) == 1 and not after[:1].isalpha() and _AROUND.fullmatch(between) and _AROUND.fullmatch(after)
     over = Fraction(last["over"] or 1)
     if not is_alone or not over or (last["over"] and not quotients):
         return "unread"

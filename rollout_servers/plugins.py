@@ -1,12 +1,12 @@
 """Checks of a run's plug-ins: settings that its env contradicts, and code that must be the same on all servers."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from slipstream.configs import RunConfig
 from slipstream.configs.plugins import code_fingerprint, resolve_plugin
-from slipstream.configs.schema.run import ENV_SCORE
+from slipstream.configs.schema.run import ENV_SCORE, EnvConfig, RewardConfig
 from slipstream.env.base import Env, has_sessions
 from slipstream.env.registry import BUILT_IN as ENVS
 from slipstream.env.registry import BUILT_IN_TOOLS
@@ -15,22 +15,22 @@ from slipstream.rewards.registry import BUILT_IN as REWARDS
 _TARGET: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
 
-def plugin_code(config: RunConfig) -> dict[str, str]:
+def plugin_code(env: EnvConfig, rewards: Sequence[RewardConfig]) -> dict[str, str]:
     """Hash of the source of each module of the run's own envs, tools and rewards, by `code of <module>`.
 
     Raises: ConfigError for a plug-in that is not installed.
     """
-    rewards = (*config.rewards, *config.evaluated)
     chosen: list[tuple[str, str, Iterable[str]]] = [
-        ("env", config.env.name, ENVS),
-        *(("tool", tool.name, BUILT_IN_TOOLS) for tool in config.env.tools),
+        ("env", env.name, ENVS),
+        *(("tool", tool.name, BUILT_IN_TOOLS) for tool in env.tools),
         *(("reward", term.function or term.name, REWARDS) for term in rewards),
     ]
     targets = {resolve_plugin(kind, name, built_in) for kind, name, built_in in chosen if name not in built_in}
-    options = [config.env.options, *(tool.options for tool in config.env.tools), *(term.options for term in rewards)]
+    options = [env.options, *(tool.options for tool in env.tools), *(term.options for term in rewards)]
     targets.update(_targets(options))
-    found = {target: code_fingerprint(target.partition(":")[0]) for target in sorted(targets)}
-    return {f"code of {target.partition(':')[0]}": fingerprint for target, fingerprint in found.items() if fingerprint}
+    modules = sorted({target.partition(":")[0] for target in targets})
+    fingerprints = {module: code_fingerprint(module) for module in modules}
+    return {f"code of {module}": fingerprint for module, fingerprint in fingerprints.items() if fingerprint}
 
 
 def _targets(value: Any) -> Iterator[str]:

@@ -95,7 +95,9 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
+        settings=agreement.server_settings(config)
+        | agreement.host_settings(config)
+        | plugin_code(config.env, (*config.rewards, *config.evaluated)),
     )
 
 

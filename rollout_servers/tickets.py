@@ -173,7 +173,7 @@ RESEND_S = 2.0
 GROUPS_PER_MESSAGE = 64
 LEAST_WINDOW_BYTES = 16 << 10
 MOST_WINDOW_BYTES = 8 << 20
-"""As much as the buffer stores at once."""
+"""Largest window: as much as the buffer stores at once."""
 SLOW_ACK_S = 1.0
 """An acknowledgement that takes so much longer than a small message's shrinks the window."""
 

@@ -214,31 +214,36 @@ class Fleet:
         ]
         if not asking:
             return
-        for each in asking:
-            each.server.credits_used = True  # before the calls: a ticket that returns during them must count
+        for asker in asking:
+            asker.server.credits_used = True  # before the calls: a ticket that returns during them must count
         full: set[bytes] = set()
         try:
-            room = await self._ledger.room([each.name for each in asking], sorted({each.version for each in asking}))
+            room = await self._ledger.room(
+                [asker.name for asker in asking], sorted({asker.version for asker in asking})
+            )
             if room.version != self._latest:
                 self._latest, self._published_at = room.version, now
             if room.held:
                 issued = await self._issue(asking, room, now)
                 full = {
-                    each.peer for each in asking if room.held[each.name] + issued[each.peer] >= each.credits.capacity
+                    asker.peer
+                    for asker in asking
+                    if room.held[asker.name] + issued[asker.peer] >= asker.credits.capacity
                 }
         finally:
-            for each in asking:
-                each.server.credits_used = each.server.credits_used and each.peer in full
+            for asker in asking:
+                asker.server.credits_used = asker.server.credits_used and asker.peer in full
 
     async def _issue(self, asking: Sequence[Asking], room: Room, now: float) -> Counter[bytes]:
         """Issues and sends tickets; returns their number by peer."""
-        asking = [each for each in asking if self.servers.get(each.peer) is each.server]  # others left during the call
-        asking = sorted(asking, key=lambda each: each.server.grant)  # of equal servers, those that got none for longest
+        # Others left during the call. Of equal servers, those come first that got none for longest.
+        asking = [asker for asker in asking if self.servers.get(asker.peer) is asker.server]
+        asking.sort(key=lambda asker: asker.server.grant)
         shares = share_room([*self._candidates(asking, room, now), *self._newcomers(room, now)])
         granted = [
-            (each, TicketRequest(each.name, each.version, each.credits.capacity, share))
-            for each, share in zip(asking, shares, strict=False)
-            if share and room.allowed[each.version]  # otherwise its share is reserved
+            (asker, TicketRequest(asker.name, asker.version, asker.credits.capacity, share))
+            for asker, share in zip(asking, shares, strict=False)
+            if share and room.allowed[asker.version]  # otherwise its share is reserved
         ]
         numbers = Counter[bytes]()
         if not granted:
@@ -247,12 +252,12 @@ class Fleet:
         requests = [request for _, request in granted]
         skip = await self._skipped(room, sum(request.tickets for request in requests), train_tasks)
         issued = await self._ledger.issue(requests, train_tasks=train_tasks, skip=skip)
-        for (each, _), tasks in zip(granted, issued, strict=True):
+        for (asker, _), tasks in zip(granted, issued, strict=True):
             self._grants += 1
-            each.server.grant = self._grants
-            numbers[each.peer] = len(tasks)
+            asker.server.grant = self._grants
+            numbers[asker.peer] = len(tasks)
             if tasks:
-                await self._send(each.peer, m.Tickets(tickets=self._tickets(tasks, each.version, train_tasks)))
+                await self._send(asker.peer, m.Tickets(tickets=self._tickets(tasks, asker.version, train_tasks)))
         return numbers
 
     async def _skipped(self, room: Room, tickets: int, train_tasks: int) -> Sequence[Place]:
@@ -271,15 +276,15 @@ class Fleet:
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
         most, reserves_since = max(room.allowed.values()), now - RESERVED_S
         total = sum(map(self._throughput, self.servers.values()))
-        for each in asking:
+        for asker in asking:
             limit = ticket_limit(
-                throughput=self._throughput(each.server), total_throughput=total, capacity=self._capacity
+                throughput=self._throughput(asker.server), total_throughput=total, capacity=self._capacity
             )
-            allowed = room.allowed[each.version]
-            installs = each.version == room.version - 1 and self._published_at > reserves_since
-            if not allowed and (installs or each.server.version_since > reserves_since):
+            allowed = room.allowed[asker.version]
+            installs = asker.version == room.version - 1 and self._published_at > reserves_since
+            if not allowed and (installs or asker.server.version_since > reserves_since):
                 allowed = most
-            yield Candidate(room.held[each.name], min(limit, each.credits.capacity), allowed)
+            yield Candidate(room.held[asker.name], min(limit, asker.credits.capacity), allowed)
 
     def _newcomers(self, room: Room, now: float) -> Iterator[Candidate]:
         """Servers that have not reported their credits yet."""

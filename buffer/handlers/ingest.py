@@ -19,7 +19,7 @@ from slipstream.buffer.handlers.group_checks import (
 )
 from slipstream.buffer.handlers.peers import MalformedCounter, Send
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws, group_outcome
+from slipstream.buffer.policies.filters import EpisodeFacts, Verdict, apply_filters, draws, group_outcome
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.policies.statistics import histogram, tally, task_scores
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
@@ -68,7 +68,7 @@ class Inspected:
     id: str
     result: DeliveredGroup | EvalSliceResult | Dropped | FrameError
     largest_token: int = 0
-    """As `largest_token` gives it."""
+    """The largest token id of the group (`largest_token`)."""
     epoch: int = 0
     task: int = 0
     """Index of its task, of a group to train on."""
@@ -146,7 +146,7 @@ class Inspector:
             return np.random.default_rng([self._config.run.seed, number])
         return None
 
-    def _verdict(self, group: Group, episodes: Sequence[Episode], rng: np.random.Generator | None) -> Verdict:
+    def _verdict(self, group: Group, episodes: Sequence[EpisodeFacts], rng: np.random.Generator | None) -> Verdict:
         lacking = self._missing_part(group)
         if lacking is not None:
             return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
@@ -177,13 +177,13 @@ def _tallies(group: Group) -> dict[str, tuple[float, float]]:
     return {name: tally(values) for name, values in scores.items()}
 
 
-def _episodes(group: Group) -> list[Episode]:
+def _episodes(group: Group) -> list[EpisodeFacts]:
     """The group's episodes in the order of their indices; the action tokens of their trajectories add up."""
     parts: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in group.trajectories:
         parts[trajectory.episode].append(trajectory)
     return [
-        Episode(
+        EpisodeFacts(
             tokens=sum(span.end - span.start for trajectory in parts[index] for span in trajectory.spans),
             reward=parts[index][0].reward,
             scores=parts[index][0].scores,
@@ -226,9 +226,9 @@ class Delivery:
 
     peer: bytes
     train_tasks: int
-    """Of the sender's env."""
+    """Train tasks of the sender's env."""
     outcomes: dict[str, str]
-    """Outcomes of the groups that are dealt with."""
+    """Outcomes of the groups that are neither stored nor dropped with others."""
     groups: list[Inspected]
     """The others: to be stored, or dropped, unless they are not those of their tickets."""
 

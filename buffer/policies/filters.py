@@ -26,7 +26,7 @@ SOLVED_ABOVE: Final = 0.5
 """A task whose group has no spread and a mean reward above this counts as solved, otherwise as unsolved."""
 
 
-class Episode(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an episode that the filters use."""
 
     tokens: int
@@ -56,7 +56,9 @@ class Verdict:
         return None if self.keep else self.dropped[-1][1]
 
 
-def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
+def apply_filters(
+    episodes: Sequence[EpisodeFacts], filters: Sequence[Filter], rng: np.random.Generator | None
+) -> Verdict:
     """Applies the filters in order, each to the episodes that the earlier ones kept.
 
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
@@ -93,13 +95,13 @@ def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: n
     return Verdict(keep=tuple(keep), dropped=tuple(dropped.items()), outcome=outcome)
 
 
-def group_outcome(episodes: Sequence[Episode], filters: Sequence[Filter]) -> Outcome:
+def group_outcome(episodes: Sequence[EpisodeFacts], filters: Sequence[Filter]) -> Outcome:
     """The outcome over all episodes of a group, also those that filters drop.
 
     Judged by the score of the first `dynamic_sampling` filter, otherwise by the reward.
     """
-    config = next((each for each in filters if isinstance(each, DynamicSamplingConfig)), None)
-    return task_outcome([each.reward if config is None else _score(each, config) for each in episodes])
+    config = next((chosen for chosen in filters if isinstance(chosen, DynamicSamplingConfig)), None)
+    return task_outcome([episode.reward if config is None else _score(episode, config) for episode in episodes])
 
 
 def draws(filters: Sequence[Filter]) -> bool:
@@ -119,11 +121,11 @@ def task_outcome(rewards: Sequence[float]) -> Outcome:
     return "solved" if sum(rewards) / len(rewards) > SOLVED_ABOVE else "unsolved"
 
 
-def _score(episode: Episode, config: DynamicSamplingConfig) -> float:
+def _score(episode: EpisodeFacts, config: DynamicSamplingConfig) -> float:
     return episode.reward if config.score is None else episode.scores[config.score]
 
 
-def _has_fitting_length(episode: Episode, config: LengthFilterConfig) -> bool:
+def _has_fitting_length(episode: EpisodeFacts, config: LengthFilterConfig) -> bool:
     return (
         episode.tokens >= config.min_tokens
         and (config.max_tokens is None or episode.tokens <= config.max_tokens)

@@ -17,7 +17,7 @@ from slipstream.buffer.store.types import (
     DeliveredGroup,
     Facts,
     IssuedTask,
-    Lease,
+    LeasedGroups,
     LedgerSnapshot,
     Room,
     SpilledGroupsError,
@@ -96,15 +96,15 @@ class Ledger:
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
         """Room that admission leaves servers of these versions, and the tickets that the servers hold."""
-        found = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
-        latest, allowed, held, epoch, position = found
+        answer = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
+        latest, allowed, held, epoch, position = answer
         by_version, by_server = zip(versions, allowed, strict=True), zip(servers, held, strict=False)
         return Room(latest, dict(by_version), dict(by_server), cursor=(epoch, position))
 
     async def streaks(self, tasks: Sequence[int]) -> list[int]:
         """Each task's latest groups in a row that were all solved (positive) or unsolved (negative), otherwise 0."""
-        found: list[Any] = await self._redis.hmget(f"{self._prefix}:streaks", [str(task) for task in tasks])
-        return [int(streak or 0) for streak in found]
+        answer: list[Any] = await self._redis.hmget(f"{self._prefix}:streaks", [str(task) for task in tasks])
+        return [int(streak or 0) for streak in answer]
 
     async def issue(
         self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = ()
@@ -135,8 +135,8 @@ class Ledger:
             # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
             arguments = [group.script_arguments() for group in some]
-            found = await self.scripts.call("deliver", groups=arguments, published=self._published)
-            outcomes += [outcome.decode() for outcome in found]
+            answer = await self.scripts.call("deliver", groups=arguments, published=self._published)
+            outcomes += [outcome.decode() for outcome in answer]
         return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
@@ -159,7 +159,7 @@ class Ledger:
         back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **training)
         return int(back), int(forgotten)
 
-    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
+    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> LeasedGroups | None:
         """ready → leased, all `count` groups or none (None); groups that are too stale expire.
 
         Raises: SpilledGroupsError when bytes must be read back from spill files first.
@@ -184,7 +184,9 @@ class Ledger:
         (oldest_version, *staleness), *groups = leased
         weights, exposures = (list(map(float, groups[first::3])) for first in (1, 2))
         importance = importance_weights(weights, exposures, exponent=self.config.buffer.sampler.importance_exponent)
-        return Lease([group_id.decode() for group_id in groups[::3]], importance.tolist(), oldest_version, staleness)
+        return LeasedGroups(
+            [group_id.decode() for group_id in groups[::3]], importance.tolist(), oldest_version, staleness
+        )
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""
@@ -283,8 +285,8 @@ class Ledger:
             most: a ledger of more groups is not checked, because the check blocks Redis; -1: no limit.
         """
         tasks = (await self.identity()).get("train_tasks")
-        found = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
-        return [problem.decode() for problem in found]
+        problems = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
+        return [problem.decode() for problem in problems]
 
     async def check_steps(self) -> StepCheck:
         """Compares the groups of every trained step with `learner.groups_per_step`."""
@@ -299,8 +301,8 @@ class Ledger:
 
     async def learner(self) -> str:
         """The incarnation of the run's current learner; empty if there was none."""
-        found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
-        return "" if found is None else str(found.decode())
+        name: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
+        return "" if name is None else str(name.decode())
 
     async def durable_steps(self) -> int:
         """Steps that the latest checkpoint of the run's learner contains; 0 without one."""
@@ -308,8 +310,8 @@ class Ledger:
 
     async def incarnation(self, server: str) -> str:
         """The incarnation of the last process of this name; empty if there was none."""
-        found: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
-        return "" if found is None else str(found.decode())
+        name: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
+        return "" if name is None else str(name.decode())
 
     async def version(self) -> int:
         """The latest published policy version."""
@@ -317,8 +319,8 @@ class Ledger:
 
     async def snapshot(self) -> LedgerSnapshot:
         """Counts and latest versions, read atomically."""
-        found = await self.scripts.call("snapshot", reports=LATEST_REPORTS)
-        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left, spilled = found
+        answer = await self.scripts.call("snapshot", reports=LATEST_REPORTS)
+        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left, spilled = answer
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         counts = LedgerCounts(
             issued=counters.get("issued", 0),
@@ -342,7 +344,7 @@ class Ledger:
             counts=counts,
             version=int(version),
             tasks=of_kind("tasks", counters),
-            evaluated=[int(each) for each in evaluated],
+            evaluated=[int(number) for number in evaluated],
             evaluating=None if evaluating is None else int(evaluating),
             slices_left=int(slices_left),
         )
@@ -353,11 +355,11 @@ class Ledger:
 
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
-        found: dict[str, dict[int, int]] = {}
+        histograms: dict[str, dict[int, int]] = {}
         for name in ("delivered", "trained", *reasons):
             raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:lengths:{name}")
-            found[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
-        return found
+            histograms[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
+        return histograms
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
         """Kolmogorov-Smirnov distance from all delivered lengths: of trained answers, and of dropped ones by reason.
@@ -366,7 +368,7 @@ class Ledger:
         """
         lengths = await self.lengths(reasons)
         delivered = lengths.pop("delivered")
-        return {name: ks_distance(delivered, found) for name, found in lengths.items() if sum(found.values())}
+        return {name: ks_distance(delivered, dropped) for name, dropped in lengths.items() if sum(dropped.values())}
 
 
 def _json_number(value: float) -> float:

@@ -124,7 +124,9 @@ class LedgerReader:
     async def ids(self, state: str) -> list[str]:
         """Ids of the groups in a state, in its order: trained and durable ones by the last step that used them."""
         members: list[Any] = await self._redis.zrange(f"{self._prefix}:{state}", 0, -1, withscores=True)
-        return [group_id for _, _, group_id in sorted((score, int(each), each.decode()) for each, score in members)]
+        return [
+            group_id for _, _, group_id in sorted((score, int(number), number.decode()) for number, score in members)
+        ]
 
     async def latest(self, state: str, count: int) -> list[str]:
         """The groups in a state that were issued last, the newest ticket first."""

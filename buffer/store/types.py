@@ -59,11 +59,11 @@ class Facts:
     tokens: int = 0
     """Action tokens of all its answers."""
     delivered: Lengths = field(default_factory=dict)
-    """Of all answers that were finished."""
+    """Lengths of all answers that were finished."""
     kept: Lengths = field(default_factory=dict)
-    """Of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
+    """Lengths of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
     dropped: Mapping[str, Lengths] = field(default_factory=dict)
-    """Of the others, by reason."""
+    """Lengths of the other answers, by the reason of the drop."""
     missing: int = 0
     """Answers that were not finished in time; their lengths are unknown."""
     task: int = 0
@@ -101,7 +101,7 @@ class DeliveredGroup:
 
 
 @dataclass(frozen=True)
-class Lease:
+class LeasedGroups:
     """Groups leased for a training step."""
 
     ids: list[str]
@@ -189,7 +189,7 @@ class StepTally:
     forgotten_step: int
     """The last step of which groups were forgotten; -1: none."""
     groups: Mapping[int, int]
-    """By step."""
+    """Groups of each step."""
 
 
 @dataclass(frozen=True)

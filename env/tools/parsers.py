@@ -207,12 +207,12 @@ def plain_messages(messages: Sequence[Message], tools: Sequence[Schema], format:
     results that follow each other are one message of the user.
     """
     plain = list[Message]()
-    for are_results, found in groupby(messages, key=lambda message: message["role"] == "tool"):
+    for are_results, consecutive in groupby(messages, key=lambda message: message["role"] == "tool"):
         if are_results:
-            texts = [f"<tool_response>\n{message.get('content', '')}\n</tool_response>" for message in found]
+            texts = [f"<tool_response>\n{message.get('content', '')}\n</tool_response>" for message in consecutive]
             plain.append({"role": "user", "content": "\n".join(texts)})
         else:
-            plain += [_with_calls(message, format) for message in found]
+            plain += [_with_calls(message, format) for message in consecutive]
     return _with_system(plain, system_text(tools, format)) if tools else plain
 
 

@@ -108,7 +108,7 @@ class NcclTransport(_OneStore):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`. Imports vLLM here: later, a process group would wait."""
+        """The reason why this process can't send so. Imports vLLM here: later, a process group would wait."""
         if (lack := _lack_of_gpu()) is not None:
             return lack
         try:
@@ -263,7 +263,7 @@ class SglangTransport(_OneStore):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`."""
+        """The reason why this process can't send so, with a remedy; None if it can."""
         return _lack_of_gpu()
 
     def form(self, epoch: int, world: int) -> None:

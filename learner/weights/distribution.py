@@ -172,8 +172,10 @@ class Distribution:
             if not publication.done.done() and publication.settled():
                 self._figures.published_s.append(publication.age_s)
                 publication.done.set_result(None)
-        self._under_way = [each for each in self._under_way if each.readers or not each.done.done()]
-        older_read = any(each.readers for each in self._under_way if each is not self._latest)
+        self._under_way = [
+            publication for publication in self._under_way if publication.readers or not publication.done.done()
+        ]
+        older_read = any(publication.readers for publication in self._under_way if publication is not self._latest)
         if self._reclaiming is not None and not older_read:
             self._release_older()
             self._reclaiming.set_result(None)

@@ -37,7 +37,7 @@ class ShmTransport(Sender):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`."""
+        """The reason why this process can't send so, with a remedy; None if it can."""
         if not SHARED_MEMORY.is_dir():
             return f"there is no {SHARED_MEMORY}"
         try:

@@ -122,7 +122,7 @@ class Transports:
     order: Sequence[str]
     """Names of all, the preferred one first."""
     fetched: Mapping[str, Fetched]
-    """By name."""
+    """The transports that members fetch from, by name."""
     broadcast: Broadcast | None
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def offered_transports(weights: WeightsConfig, *, run: str, direct: str | None) 
         possible = [transport for transport in possible if transport.auto in (device, "any learner")]
         possible = [transport for transport in possible if not transport.direct or transport.name == direct]
     else:
-        possible = [next((each for each in possible if each.name == direct), possible[0])]
+        possible = [next((transport for transport in possible if transport.name == direct), possible[0])]
     offered = []
     for transport in possible:
         sender: type[Sender] = resolve_name(transport.sender)

@@ -95,7 +95,7 @@ class Math:
         self.worst_case_s = wall_limit_s(self.timeout_s) + _KILL_S
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> Score:
-        """See the class."""
+        """1 if the answer equals the reference, else 0; the form in which it was found is a part."""
         wanted = final_answer(reference)
         if not wanted:
             raise ValueError("math needs a reference that is not empty")

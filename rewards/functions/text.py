@@ -35,7 +35,7 @@ def digit_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
     if not wanted:
         raise ValueError("digit_match needs a reference of at least one character")
     pairs = zip(answer.strip(), wanted, strict=False)  # whichever is longer: its rest matches nothing
-    return sum(given == right for given, right in pairs) / len(wanted)
+    return sum(character == right for character, right in pairs) / len(wanted)
 
 
 def overlong(tokens: int, *, truncated: bool, max_tokens: int, cache_tokens: int, penalty: float) -> float:
@@ -73,7 +73,7 @@ class Format:
             raise ConfigError(f"format's pattern {self.pattern!r} is no regular expression: {error}") from None
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
-        """See the class."""
+        """1 if the answer has the form, else 0."""
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         places = [answer.find(mark) for mark in marks]
         has_tags = places == sorted(places) and all(answer.count(mark) == 1 for mark in marks)
@@ -121,7 +121,7 @@ class Repetition:
     """Share without penalty; above it the penalty grows linearly to -1."""
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
-        """See the class."""
+        """The penalty, in [-1, 0]."""
         words = answer.lower().split()
         grams = [tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)]
         if not grams:

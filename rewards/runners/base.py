@@ -118,14 +118,14 @@ START_S: Final = 90.0  # a worker's interpreter and the plug-ins' imports
 LENGTH_BYTES: Final = 8  # before each message
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ScoringRequest(msgspec.Struct, frozen=True, array_like=True):
     """Calls of rewards with the episodes of a group; each call has a reply, in this order."""
 
     calls: tuple[Call, ...]
     episodes: tuple[Episode, ...]
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ScoringReply(msgspec.Struct, frozen=True, array_like=True):
     """The results of one call; or an error instead, that of the request."""
 
     results: list[Result]
@@ -142,8 +142,8 @@ class UnreadableInfo(SlipstreamError):
 
 # Not pickle: reading one runs code that its writer chose, and a reward can write into its process's socket.
 _encoder: Final = msgspec.msgpack.Encoder()
-_requests: Final = msgspec.msgpack.Decoder(Request)
-_replies: Final = msgspec.msgpack.Decoder(Reply)
+_requests: Final = msgspec.msgpack.Decoder(ScoringRequest)
+_replies: Final = msgspec.msgpack.Decoder(ScoringReply)
 _ENCODE_ERRORS: Final = (TypeError, ValueError, OverflowError, RecursionError)
 _DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -156,12 +156,12 @@ def framed(message: bytes) -> bytes:
 def encode_request(calls: Sequence[Call], episodes: Sequence[Episode]) -> bytes:
     """Calls for a worker. Raises: UnreadableInfo."""
     try:
-        return _encoder.encode(Request(tuple(calls), tuple(episodes)))
+        return _encoder.encode(ScoringRequest(tuple(calls), tuple(episodes)))
     except _ENCODE_ERRORS as error:
         raise _unreadable(error) from error
 
 
-def decode_request(message: bytes) -> Request:
+def decode_request(message: bytes) -> ScoringRequest:
     """The calls of a message. Raises: UnreadableInfo."""
     try:
         return _requests.decode(message)
@@ -171,12 +171,12 @@ def decode_request(message: bytes) -> Request:
 
 def encode_reply(results: list[Result]) -> bytes:
     """The reply with the results of a call."""
-    return _encoder.encode(Reply(results))
+    return _encoder.encode(ScoringReply(results))
 
 
 def encode_error(error: UnreadableInfo) -> bytes:
     """The reply to a request that can't be read."""
-    return _encoder.encode(Reply([], str(error)))
+    return _encoder.encode(ScoringReply([], str(error)))
 
 
 def decode_reply(message: bytes, size: int) -> list[Result]:

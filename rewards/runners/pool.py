@@ -172,7 +172,7 @@ class PoolRunner:
     async def score(
         self, calls: Sequence[Call], episodes: Sequence[Episode], *, until: float | None = None
     ) -> list[list[Result]]:
-        """As the protocol has it."""
+        """The results of these calls in worker processes; what has none at `until` fails."""
         plain = [call for call in calls if not self.rewards[call.name].is_async]
         others = [call for call in calls if self.rewards[call.name].is_async]
         found: dict[Call, list[Result]] = {}

@@ -299,7 +299,7 @@ class DirectTransfer(Protocol):
     """Transfers of broadcast versions into an engine's own workers."""
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers (`Engine.join`). Raises: UpdateFailed, EngineError."""
         ...
 
     async def install(self, manifest: Manifest, source: DirectSource) -> float:

@@ -56,10 +56,10 @@ class EpisodeFailed(SlipstreamError):
 
 def first_error(kind: type[Exception], errors: BaseExceptionGroup[BaseException]) -> BaseException | None:
     """The first error of a kind among those of a TaskGroup, or None."""
-    found: BaseException | None = errors.subgroup(kind)
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+    error: BaseException | None = errors.subgroup(kind)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass
@@ -282,7 +282,7 @@ class Rollout(Protocol):
 
 
 @dataclass(frozen=True)
-class Policy:
+class AnswerGenerator:
     """The engine with its tokenizer, for one request of an episode at a time."""
 
     engine: Engine
@@ -302,18 +302,18 @@ class Policy:
         if images and self.placeholders is None:
             raise EpisodeFailed("prompt_untokenizable", f"the model in {self.tokenizer.model} takes no images")
         try:
-            found = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
+            rendered = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
         except PromptError as error:
             raise EpisodeFailed("prompt_untokenizable", str(error)) from error
         except ImageError as error:
             raise EpisodeFailed(error.reason, error.detail) from error
-        limit, tokens = self.config.engine.max_model_len - self.config.sampling.max_tokens, len(found.token_ids)
+        limit, tokens = self.config.engine.max_model_len - self.config.sampling.max_tokens, len(rendered.token_ids)
         if not 0 < tokens <= limit:
             raise EpisodeFailed(
                 "prompt_too_long" if tokens else "prompt_empty",
                 f"{tokens} prompt tokens; rollout.engine.max_model_len - rollout.sampling.max_tokens leaves {limit}",
             )
-        return found
+        return rendered
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
         """The prompt of tokens with one placeholder for each image. Raises: PromptError, ImageError."""
@@ -350,10 +350,10 @@ class Policy:
 class SingleTurn:
     """All answers to a prompt are one request: engines share the prompt's KV cache."""
 
-    policy: Policy
+    policy: AnswerGenerator
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
-        """As the protocol `Rollout` has it. Raises: EpisodeFailed, EngineError."""
+        """Plays `samples` episodes of the task (`Rollout.play`). Raises: EpisodeFailed, EngineError."""
         prompt = self.policy.prompt(task.prompt, task.images)
         answers = await self.policy.generate(
             prompt.token_ids, images=prompt.images, samples=samples, greedy=greedy, until=until

@@ -25,10 +25,10 @@ from slipstream.rewards.functions.text import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.rollouts.base import (
+    AnswerGenerator,
     EpisodeFailed,
     Played,
     PlayedEpisode,
-    Policy,
     Rollout,
     SingleTurn,
     first_error,
@@ -105,7 +105,7 @@ class Player:
         self._ticket_deadline_s = ticket_deadline_s
         self._evaluate_env_rewards = evaluate_env_rewards
         self._env_thread = SerialThread()
-        policy = Policy(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
+        policy = AnswerGenerator(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
         self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
@@ -352,10 +352,13 @@ def _group(
     trajectories: list[m.Trajectory] = []
     lost = defaultdict[str, list[int]](list)
     count = 0
-    for found in by_task:
-        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in found.trajectories]
+    for scored in by_task:
+        trajectories += [
+            msgspec.structs.replace(trajectory, episode=count + trajectory.episode)
+            for trajectory in scored.trajectories
+        ]
         count = trajectories[-1].episode + 1 if trajectories else 0
-        for reason, lengths in found.lost.items():
+        for reason, lengths in scored.lost.items():
             lost[reason] += lengths
     group = m.Group(
         id=ticket.id,

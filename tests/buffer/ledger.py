@@ -178,7 +178,7 @@ async def states(store: Ledger) -> dict[str, int]:
 
 
 async def trim(store: Ledger, *, keep: int, max_age_s: float | None, until_exported: bool) -> int:
-    retention = LimiterConfig, RetentionConfig(max_groups=keep, max_age_s=max_age_s, keep_until_exported=until_exported)
+    retention = RetentionConfig(max_groups=keep, max_age_s=max_age_s, keep_until_exported=until_exported)
     return await ruled(store, retention=retention).trim()
 
 

@@ -28,6 +28,7 @@ def test_hello_has_the_code_of_own_plugins(
     for name in ("code_a", "code_b"):
         (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = plugin_code(RunConfig.model_validate({"model": {"build": "digits"}, **settings}))
+    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
+    found = plugin_code(config.env, config.rewards)
     assert list(found) == [f"code of {module}" for module in modules]
     assert all(found.values())

@@ -20,7 +20,7 @@ from slipstream.rollout_servers.engines.base import (
     PromptLimits,
     Request,
 )
-from slipstream.rollout_servers.engines.hf.model import Batch, Policy, check_padding
+from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 
@@ -104,7 +104,7 @@ class Stepper:
         version: the policy version of new tokens.
     """
 
-    def __init__(self, policy: Policy, *, max_sequences: int, seed: int) -> None:
+    def __init__(self, policy: HfModel, *, max_sequences: int, seed: int) -> None:
         self.policy = policy
         self._max_sequences = max_sequences
         self._generator = torch.Generator(policy.device).manual_seed(seed)
@@ -286,7 +286,7 @@ class HfEngine(BaseEngine):
     def _loaded(self) -> Iterator[Stepper]:
         """Loads and frees the model; entered and left in the thread."""
         with torch.inference_mode():
-            policy, limits = Policy(self._settings), self._settings.config.rollout.engine
+            policy, limits = HfModel(self._settings), self._settings.config.rollout.engine
             check_padding(policy, dtype=self._settings.config.model.dtype_here)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
             self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.config.run.seed)

@@ -22,7 +22,7 @@ from slipstream.rollout_servers.engines.staging import Staging
 # B sequences, T tokens in the cache (padding on the left), N new tokens, V vocabulary
 
 
-class Policy:
+class HfModel:
     """The model.
 
     Attributes:
@@ -149,13 +149,13 @@ class Policy:
 class Batch:
     """The KV cache of B sequences."""
 
-    def __init__(self, policy: Policy, cache: Cache, mask_BT: Tensor) -> None:
+    def __init__(self, policy: HfModel, cache: Cache, mask_BT: Tensor) -> None:
         self._policy = policy
         self._cache: Any = cache  # its layers are of many kinds
         self._mask_BT = mask_BT
 
     @classmethod
-    def of(cls, policy: Policy, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
+    def of(cls, policy: HfModel, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
         """The cache of these sequences and the next tokens' logits, shape [B, V]; equal sequences are computed once."""
         places: dict[tuple[int, ...], int] = {}
         place_B = [places.setdefault(tuple(sequence), len(places)) for sequence in sequences]
@@ -216,7 +216,7 @@ TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
 _LONG, _SHORT = 12, 5  # tokens
 
 
-def check_padding(policy: Policy, *, dtype: str) -> None:
+def check_padding(policy: HfModel, *, dtype: str) -> None:
     """Compares log-probs of two sequences of different lengths with those without padding and cache.
 
     Raises: ConfigError when they differ by more than `TOLERANCE`.

@@ -159,9 +159,9 @@ class SglangEngine(BaseEngine):
         self._pause.in_flight.add(in_flight)
         try:
             async with self._calls.classified(), aborting, abort_on_error(abort):
-                patience_s = request.deadline_s + self._calls.deadline_s
+                timeout_s = request.deadline_s + self._calls.deadline_s
                 await all_or_none(
-                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=patience_s)
+                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=timeout_s)
                     for body, (_, draft) in zip(bodies, drafts.values(), strict=True)
                 )
                 return joined(Draft.completion)

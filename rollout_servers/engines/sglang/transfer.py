@@ -267,7 +267,7 @@ class SglangTransfer:
         self._group = ""
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers. Raises: UpdateFailed, EngineError."""
         await await_rendezvous(group, ranks=self.workers)
         left, self._group = self._group, ""
         try:

@@ -61,7 +61,7 @@ class NcclTransfer:
         return int(self._core.llm.vllm_config.parallel_config.world_size)
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers. Raises: UpdateFailed, EngineError."""
         self._joined = False
         unique_id = await await_rendezvous(group, ranks=self.workers)
         self._core.deadline_s = DEADLINES * group.deadline_s
