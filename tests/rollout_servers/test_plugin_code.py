@@ -29,6 +29,6 @@ def test_hello_has_the_code_of_own_plugins(
         (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
-    found = plugin_code(config.env, config.rewards)
+    found = plugin_code(config.env, (*config.rewards, *config.evaluated))
     assert list(found) == [f"code of {module}" for module in modules]
     assert all(found.values())
