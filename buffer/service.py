@@ -14,10 +14,10 @@ from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
-from slipstream.buffer.handlers.ingest import Ingest, Inspected, Inspector
+from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, Sender, prober
-from slipstream.buffer.handlers.rollout import RolloutHandler
+from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory

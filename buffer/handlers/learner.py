@@ -9,8 +9,8 @@ import msgspec
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
-from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import IsConnected, MalformedCounter, Send, peer_name
+from slipstream.buffer.handlers.rollout import Ingest
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.spill import Spiller

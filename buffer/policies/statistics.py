@@ -87,7 +87,7 @@ def estimate(total: float, squares: float, tasks: int) -> tuple[float, float]:
 
 def estimates(tallies: Mapping[str, tuple[float, float]], tasks: int) -> dict[str, float]:
     """`<name>` and `<name>_interval` of each estimate, from its tally over all tasks."""
-    figures = {}
+    named = dict[str, float]()
     for name, (total, squares) in tallies.items():
-        figures[name], figures[f"{name}_interval"] = estimate(total, squares, tasks)
-    return figures
+        named[name], named[f"{name}_interval"] = estimate(total, squares, tasks)
+    return named

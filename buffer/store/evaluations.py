@@ -94,11 +94,11 @@ class Evaluations:
         ids: set[Any] = await self._redis.smembers(f"{name}:groups")
         names = [name.removeprefix("sum:") for name in fields if name.startswith("sum:")]
         tallies = {name: (fields[f"sum:{name}"], fields[f"squares:{name}"]) for name in names}
-        figures = estimates(tallies, int(fields["done"]))
+        by_name = estimates(tallies, int(fields["done"]))
         return EvalReport(
             version=version,
-            score=figures.pop("score", 0.0),
-            estimates=figures,
+            score=by_name.pop("score", 0.0),
+            estimates=by_name,
             tasks=int(fields["done"]),
             failures={reason: int(tasks) for reason, tasks in of_kind("failed", fields).items()},
             eval_s=fields["finished"] - fields["started"],

@@ -297,7 +297,7 @@ class Ledger:
         forgotten, *flat = await self.scripts.call("steps")
         return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
 
-    # --- figures ------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     async def learner(self) -> str:
         """The incarnation of the run's current learner; empty if there was none."""

@@ -14,7 +14,7 @@ from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
 from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.weights.members import SyncMetrics
 
 log = get_log("learner.reporter")
 
@@ -28,7 +28,7 @@ class RLReporter(Reporter):
     def __init__(
         self,
         trackers: Sequence[Tracker],
-        sync: SyncFigures,
+        sync: SyncMetrics,
         *,
         steps: int,
         dtype: str,

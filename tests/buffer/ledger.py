@@ -5,7 +5,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
@@ -75,7 +75,7 @@ async def issue(
     """Grants a server tickets, by default under these `rules` whatever the ledger's are."""
     await store.join(server, "first")
     defaults = {"max_staleness": 1, "groups_per_version": 4, "limiter": UNBOUNDED, "ticket_deadline_s": deadline_s}
-    store = ruled(store, **{**defaults, **rules})  # type: ignore[arg-type]
+    store = ruled(store, **{**defaults, **rules})
     request = TicketRequest(server, server_version, credits, tickets=credits)
     return (await store.issue([request], train_tasks=TRAIN_TASKS, skip=skip))[0]
 

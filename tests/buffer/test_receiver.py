@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.handlers.ingest import Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.service import ReceivedMessage, Receiver
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m

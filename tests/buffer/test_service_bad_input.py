@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from slipstream.buffer.handlers.ingest import MALFORMED_RETRIES
+from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from slipstream.buffer.handlers.ingest import Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.service import CONTROL_BYTES, FRAMES_PER_MESSAGE
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode

@@ -14,7 +14,7 @@ import yaml
 import zmq
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode

@@ -196,7 +196,7 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
     setup.cleanup.callback(publisher.close)
     reporter = RLReporter(
         setup.build_trackers(),
-        publisher.figures,
+        publisher.metrics,
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
         signal=SignalWatch(

@@ -276,7 +276,7 @@ class RLTrainer(Trainer[StepData]):
                 raise
             return
         publisher, weights = self.root.publisher, self.settings.weights
-        if servers and not publisher.figures.members and not publisher.without_engine and self._no_members.due():
+        if servers and not publisher.metrics.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
                 servers=servers,

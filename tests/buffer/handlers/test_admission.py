@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, EvalSliceResult, Inspector
+from slipstream.buffer.handlers.inspection import Dropped, EvalSliceResult, Inspector
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.buffer.wire.messages import (

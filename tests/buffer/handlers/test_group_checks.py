@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.buffer.handlers.group_checks import InvalidGroupError, check_group
+from slipstream.buffer.handlers.inspection import InvalidGroupError, check_group
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, encode
 from slipstream.buffer.wire.messages import (
     EVAL,

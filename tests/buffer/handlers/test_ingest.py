@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.handlers.ingest import Ingest, Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.handlers.peers import MalformedCounter
+from slipstream.buffer.handlers.rollout import Ingest
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
@@ -88,7 +89,7 @@ async def test_deliveries_are_stored_together(harness: Harness) -> None:
 async def test_full_batch_is_stored_at_once(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(f"slipstream.buffer.handlers.ingest.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"slipstream.buffer.handlers.rollout.{limit[0]}", limit[1])
     for group_id in "12345":
         await harness.take(b"r0", group_id)
     assert harness.ledger.deliveries == [["1", "2"], ["3", "4"]]

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
 from slipstream.buffer.handlers import fleet as fleet_module
-from slipstream.buffer.handlers.ingest import MALFORMED_RETRIES
+from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage, run_prefix

@@ -15,7 +15,7 @@ from slipstream.buffer.policies.admission import bounds
 from slipstream.buffer.policies.sampling import Order, order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import run_prefix
-from slipstream.buffer.store.types import Lease, TicketRequest
+from slipstream.buffer.store.types import LeasedGroups, TicketRequest
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import LimiterConfig, SamplerConfig, smallest_tolerance
 from tests.buffer.conftest import MakeConfig
@@ -273,7 +273,7 @@ async def deliver_raced(store: Ledger, rng: np.random.Generator, places: Sequenc
     await store.deliver([group(str(place + 1), order=each) for place, each in zip(places, orders, strict=True)])
 
 
-async def drawn(store: Ledger, step: int, count: int) -> Lease:
+async def drawn(store: Ledger, step: int, count: int) -> LeasedGroups:
     found = await store.lease(step, consuming_version=0, count=count)
     assert found is not None
     return found

@@ -17,7 +17,7 @@ from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.weights.members import SyncMetrics
 from tests.full_disk import files_of_at_most
 from tests.learner.metrics.test_summary import STATE, step
 
@@ -26,7 +26,7 @@ def build_reporter(*trackers: Tracker) -> RLReporter:
     signal = SignalWatch(group_relative=True, fixed_length=False)
     return RLReporter(
         trackers,
-        SyncFigures(),
+        SyncMetrics(),
         steps=100,
         dtype="float32",
         signal=signal,

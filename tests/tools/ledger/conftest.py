@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import Inspector
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger

@@ -129,7 +129,7 @@ def test_waiting_repeats_reports_and_warns_without_members(
     learner.buffer.state.return_value = m.State(
         request=0, version=3, counts=m.LedgerCounts(), servers=[status], evals=[]
     )
-    learner.publisher.figures.members = members
+    learner.publisher.metrics.members = members
     learner.publisher.without_engine = without_engine
 
     def take(meanwhile: Callable[[], None]) -> None:

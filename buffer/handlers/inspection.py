@@ -1,15 +1,217 @@
-"""Checks of a delivered group: against itself, and against what any ticket of the run asks for."""
+"""Inspection of a delivered group: checked against itself and its ticket, then filtered; without side effects."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from slipstream.buffer.wire.codec import FrameError, decode_group
-from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, TRAIN, Group, Trajectory
+from slipstream.buffer.policies.filters import EpisodeFacts, Verdict, apply_filters, draws, group_outcome
+from slipstream.buffer.policies.sampling import order, races
+from slipstream.buffer.policies.statistics import histogram, tally, task_scores
+from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
+from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
+from slipstream.buffer.wire.messages import (
+    CUT_OFF,
+    EVAL,
+    LOGPROB_DTYPE,
+    MAJORITY,
+    TOKEN_DTYPE,
+    TRAIN,
+    Group,
+    Trajectory,
+)
+from slipstream.configs import RunConfig
+from slipstream.configs.schema.buffer import DynamicSamplingConfig
 from slipstream.configs.schema.rollout import RolloutConfig
+
+NO_BASELINE = "no_baseline"
+"""Drop reason: the group lacks the greedy reward that the run needs."""
+NO_SCORE = "no_score"
+"""Drop reason: the group lacks a score that is trained on or that a filter uses."""
+
+
+@dataclass(frozen=True)
+class EvalSliceResult:
+    """Scored answers to held-out tasks, which are never trained on."""
+
+    work: EvalSlice
+    version: int
+    failures: Mapping[str, int]
+    """Tasks of the slice without an answer, by reason."""
+    tallies: Mapping[str, tuple[float, float]]
+    """Sum and sum of squares over the answered tasks, by the names of `task_scores`."""
+    blob: bytes | memoryview
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A group that is never trained on."""
+
+    reason: str
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """Result of inspecting a delivered group."""
+
+    id: str
+    result: DeliveredGroup | EvalSliceResult | Dropped | FrameError
+    largest_token: int = 0
+    """The largest token id of the group (`largest_token`)."""
+    epoch: int = 0
+    task: int = 0
+    """Index of its task, of a group to train on."""
+
+
+class Inspector:
+    """Decodes, checks and filters delivered groups; without side effects."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._buffer = config.buffer
+        trained = {reward.name for reward in config.rewards if reward.weight}
+        filters = [chosen for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)]
+        self._needed_scores = trained | {chosen.score for chosen in filters if chosen.score}
+
+    def inspect(self, group_id: str, blob: bytes | memoryview) -> Inspected:
+        """The result for what was delivered under `group_id`."""
+        try:
+            group = check_group(group_id, blob, self._config.rollout, eval_samples=self._config.eval.samples)
+        except FrameError as error:
+            return Inspected(group_id, error)
+        if group.kind == EVAL:
+            work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
+            version, _ = version_range(group)
+            answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
+            return Inspected(group_id, answers, largest_token(group))
+        result = self.admit(group, blob)
+        return Inspected(group_id, result, largest_token(group), epoch=group.epoch, task=group.indices[0])
+
+    def admit(self, group: Group, blob: bytes | memoryview) -> DeliveredGroup | Dropped:
+        """The group as it will be stored, unless it is dropped. Deterministic: a repeated one has the same result.
+
+        Args:
+            group: a train group that passed `check_group`.
+            blob: its frame.
+        """
+        number = int(group.id) if group.id.isdecimal() else 0
+        rng = self._random_numbers(number)
+        episodes = _episodes(group)
+        lengths = [episode.tokens for episode in episodes]
+        verdict = self._verdict(group, episodes, rng)
+        kept = _select(group, verdict.keep, len(episodes))
+        lost = [length for of_reason in group.lost.values() for length in of_reason]
+        scored = histogram(lengths)
+        facts = Facts(
+            tokens=sum(lengths) + sum(lost),
+            delivered=histogram([*lengths, *lost]) if lost else scored,
+            kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
+            dropped=_by_reason(verdict.dropped, lengths, group.lost),
+            missing=group.missing - len(lost),
+            task=group.indices[0],
+            outcome=verdict.outcome,
+        )
+        if verdict.reason is not None:
+            return Dropped(verdict.reason, facts)
+        oldest, newest = version_range(kept)
+        return DeliveredGroup(
+            id=group.id,
+            blob=blob if kept is group else encode_group(kept),
+            oldest_version=oldest,
+            newest_version=newest,
+            order=order(
+                self._buffer.sampler,
+                number=number,
+                oldest_version=oldest,
+                rewards=[episodes[index].reward for index in verdict.keep],
+                rng=rng,
+            ),
+            facts=facts,
+        )
+
+    def _random_numbers(self, number: int) -> np.random.Generator | None:
+        """The group's random generator; None if nothing is drawn, because creating one takes as long as the rest."""
+        if races(self._buffer.sampler) or draws(self._buffer.filters):
+            return np.random.default_rng([self._config.run.seed, number])
+        return None
+
+    def _verdict(self, group: Group, episodes: Sequence[EpisodeFacts], rng: np.random.Generator | None) -> Verdict:
+        lacking = self._missing_part(group)
+        if lacking is not None:
+            return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
+        verdict = apply_filters(episodes, self._buffer.filters, rng)
+        if self._buffer.curriculum is None:
+            return verdict
+        return replace(verdict, outcome=group_outcome(episodes, self._buffer.filters))
+
+    def _missing_part(self, group: Group) -> str | None:
+        """The drop reason if the group lacks a baseline or score: its server may run another configuration."""
+        if self._config.greedy_baseline and group.greedy_reward is None:
+            return NO_BASELINE
+        if not all(self._needed_scores <= trajectory.scores.keys() for trajectory in group.trajectories):
+            return NO_SCORE
+        return None
+
+
+def _tallies(group: Group) -> dict[str, tuple[float, float]]:
+    """Tallies of the tasks that an evaluation's group answers, all equally often."""
+    first = {trajectory.episode: trajectory for trajectory in reversed(group.trajectories)}
+    answers = [first[index] for index in sorted(first)]
+    samples = len(answers) // (len(group.indices) - sum(group.failures.values()))
+    of_tasks = [answers[start : start + samples] for start in range(0, len(answers), samples)]
+    scores = task_scores(
+        [[answer.reward for answer in of_task] for of_task in of_tasks],
+        [of_task[0].scores.get(MAJORITY) for of_task in of_tasks],
+    )
+    return {name: tally(values) for name, values in scores.items()}
+
+
+def _episodes(group: Group) -> list[EpisodeFacts]:
+    """The group's episodes in the order of their indices; the action tokens of their trajectories add up."""
+    parts: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        parts[trajectory.episode].append(trajectory)
+    return [
+        EpisodeFacts(
+            tokens=sum(span.end - span.start for trajectory in parts[index] for span in trajectory.spans),
+            reward=parts[index][0].reward,
+            scores=parts[index][0].scores,
+            truncated=parts[index][-1].finish_reason in CUT_OFF,
+        )
+        for index in sorted(parts)
+    ]
+
+
+def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
+    """The group with the episodes `keep`, itself if these are all; an episode drawn twice becomes two."""
+    if keep == tuple(range(episodes)):
+        return group
+    indices = sorted({trajectory.episode for trajectory in group.trajectories})
+    trajectories = [
+        msgspec.structs.replace(trajectory, episode=number)
+        for number, position in enumerate(keep)
+        for trajectory in group.trajectories
+        if trajectory.episode == indices[position]
+    ]
+    return msgspec.structs.replace(group, trajectories=trajectories)
+
+
+def _by_reason(
+    dropped: Sequence[tuple[int, str]], lengths: Sequence[int], lost: Mapping[str, Sequence[int]]
+) -> Mapping[str, Mapping[int, int]]:
+    of_reason = defaultdict[str, list[int]](list, {reason: list(lengths_lost) for reason, lengths_lost in lost.items()})
+    for index, reason in dropped:
+        of_reason[reason].append(lengths[index])
+    return {reason: histogram(lengths_of) for reason, lengths_of in of_reason.items()}
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 MOST_LOGPROB = 1e-3
 """A log-probability may exceed 0 by so much, for the rounding of an engine's log-softmax."""
@@ -169,7 +371,7 @@ def _check_training(group: Group, rollout: RolloutConfig) -> None:
     longest_lost = max((length for lengths in group.lost.values() for length in lengths), default=0)
     if longest_lost > rollout.episode_tokens:
         raise InvalidGroupError(ANSWER_TOO_LONG, f"group {group.id}: a lost episode of {longest_lost} tokens")
-    episodes = _episodes(group)
+    episodes = _episode_count(group)
     if episodes < rollout.fewest_episodes or episodes + group.missing != rollout.group_size:
         raise InvalidGroupError(
             WRONG_EPISODES,
@@ -184,7 +386,7 @@ def _check_evaluation(group: Group, *, version: int, first: int, samples: int) -
     """
     if group.epoch or group.indices != list(range(first, first + len(group.indices))):
         raise InvalidGroupError(OTHER_TICKET, f"group {group.id}: epoch {group.epoch}, tasks {group.indices[:8]}")
-    failed, episodes = sum(group.failures.values()), _episodes(group)
+    failed, episodes = sum(group.failures.values()), _episode_count(group)
     if episodes + group.missing != samples * len(group.indices) or failed * samples != group.missing:
         raise InvalidGroupError(
             WRONG_EPISODES,
@@ -200,5 +402,5 @@ def _check_evaluation(group: Group, *, version: int, first: int, samples: int) -
         raise InvalidGroupError(OTHER_TICKET, f"group {group.id}: tokens of version {versions[0]}")
 
 
-def _episodes(group: Group) -> int:
+def _episode_count(group: Group) -> int:
     return len({trajectory.episode for trajectory in group.trajectories})
