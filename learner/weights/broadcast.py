@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric
+from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric, TransferError
 from slipstream.buffer.wire.weights.layout import tensor_buckets
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports import Broadcast, Rendezvous, SenderSettings, TransferError
+from slipstream.learner.weights.transports import Broadcast, Rendezvous, SenderSettings
 
 SENDER = "vllm.distributed.weight_transfer.nccl_common"
 BUCKETS_AT_ONCE = 2

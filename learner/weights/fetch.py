@@ -11,6 +11,7 @@ from slipstream.buffer.wire.auth import LEARNER, ServiceKeys, service_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, SegmentError, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
 from slipstream.configs.runtime.errors import ConfigError
@@ -19,7 +20,7 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports import Sender, SenderSettings, TransferError
+from slipstream.learner.weights.transports import Sender, SenderSettings
 
 log = get_log("learner.weights.fetch")
 

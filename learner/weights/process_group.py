@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import GRACE_S, Absent, Answer, Member, Rpc
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports import Broadcast, TransferError
+from slipstream.learner.weights.transports import Broadcast
 
 log = get_log("learner.weights")
 

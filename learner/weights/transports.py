@@ -12,27 +12,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from slipstream.buffer.wire.weights.fabric import RendezvousError, gather_ranks, store_prefix
+from slipstream.buffer.wire.weights.fabric import gather_ranks, store_prefix
 from slipstream.buffer.wire.weights.protocol import Source
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 
 log = get_log("learner.weights")
-
-
-class TransferError(SlipstreamError):
-    """A transfer broke off or did not begin.
-
-    Attributes:
-        absent: the ranks that never entered the transfer group, where that is known.
-    """
-
-    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.absent = absent
 
 
 @dataclass(frozen=True)
@@ -209,10 +197,7 @@ class Rendezvous:
         """
         assert self._store is not None, "gather() before close()"
         store = PrefixStore(store_prefix(epoch), self._store)
-        try:
-            gather_ranks(store, world, deadline_s=self._deadline_s, aborted=self._aborted, payload=payload)
-        except RendezvousError as error:
-            raise TransferError(str(error), absent=error.absent) from None
+        gather_ranks(store, world, deadline_s=self._deadline_s, aborted=self._aborted, payload=payload)
         return store
 
     def abort(self) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
-from slipstream.buffer.wire.weights.fabric import LEARNER
+from slipstream.buffer.wire.weights.fabric import LEARNER, TransferError
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.models.architecture import placeholder_tokens
-from slipstream.rollout_servers.engines.staging import Staging, TransferFailed, join_rendezvous
+from slipstream.rollout_servers.engines.staging import Staging, join_rendezvous
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ async def await_rendezvous(form: Form, *, ranks: int) -> str:
     try:
         async with asyncio.timeout(form.deadline_s):
             return str(await run_in_thread(join))
-    except (TransferFailed, RuntimeError) as error:  # the learner, which has the store, may crash
+    except (TransferError, RuntimeError) as error:  # the learner, which has the store, may crash
         raise UpdateFailed(str(error)) from None
     except TimeoutError:
         raise UpdateFailed(f"other members of transfer group {form.epoch} are missing") from None

@@ -10,18 +10,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.fabric import RendezvousError, join_ranks, store_prefix
+from slipstream.buffer.wire.weights.fabric import TransferError, join_ranks, store_prefix
 from slipstream.buffer.wire.weights.layout import Checksums, Segment, layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.models.tensors import typed_view
 
 
-class TransferFailed(SlipstreamError):
-    """A version was not received completely; the engine is unchanged."""
-
-
-class SourceGone(TransferFailed):
+class SourceGone(TransferError):
     """The source no longer exists or has other bytes: a newer version may have replaced it."""
 
 
@@ -117,15 +112,15 @@ class Staging:
 def join_rendezvous(form: Form, *, ranks: int, left: threading.Event) -> PrefixStore:
     """Announces `ranks` ranks of this server and waits for all others. Returns the epoch's part of the store.
 
-    Raises: TransferFailed when others are missing at the deadline, the learner gives up, or `left` is set.
+    Raises: TransferError when others are missing at the deadline, the learner gives up, or `left` is set.
     """
     timeout = timedelta(seconds=form.deadline_s)
     try:
         tcp = TCPStore(form.host, form.port, None, False, timeout, wait_for_workers=False)
         store = PrefixStore(store_prefix(form.epoch), tcp)
         join_ranks(store, range(form.rank, form.rank + ranks), deadline_s=form.deadline_s, left=left)
-    except (RendezvousError, RuntimeError) as error:
-        raise TransferFailed(f"{describe(form)} could not be entered: {error}") from None
+    except (TransferError, RuntimeError) as error:
+        raise TransferError(f"{describe(form)} could not be entered: {error}") from None
     return store
 
 

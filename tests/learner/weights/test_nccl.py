@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.fabric import LEARNER
+from slipstream.buffer.wire.weights.fabric import LEARNER, TransferError
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.broadcast import NcclTransport
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports import TransferError
 from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.layout import tensor_buckets
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.broadcast import NEVER, ON_ERRORS, SglangTransport, process_group
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports import TransferError
 from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 

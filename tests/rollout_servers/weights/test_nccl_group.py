@@ -8,10 +8,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.broadcast import NcclTransport
-from slipstream.learner.weights.transports import TransferError
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from tests.conftest import free_port
 
