@@ -28,7 +28,7 @@ SILENT_S = 15.0
 INBOX = 16
 """More than a transfer has requests; bounds the memory of a flooding server."""
 KEPT = 10_000
-"""Most values of each metric: a run may last weeks."""
+"""Most metrics of each kind: a run may last weeks."""
 QUIET_S = 2.0
 """Time without a heartbeat after which the connection is tested: a dead process has none."""
 CHECK_S = 1.0
