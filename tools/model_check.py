@@ -23,7 +23,7 @@ def model_problems(config: RunConfig, model: Path) -> list[str]:
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)
         steps.append(lambda: check_model(reference, replace(options, lora=None)))
-    problems = engine_problems(config, model)
+    problems = engine_problems(config.rollout.engine, config.weights, model)
     for step in steps:
         try:
             step()
