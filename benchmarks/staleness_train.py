@@ -34,8 +34,7 @@ from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.base import Prompt
-from slipstream.rollout_servers.rollouts.single_turn import answered
+from slipstream.rollout_servers.rollouts.base import Prompt, answered
 from slipstream.rollout_servers.tokenizer import Tokenizer
 
 KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_norm", "lr")

@@ -20,7 +20,7 @@ from slipstream.learner.models import attention
 from slipstream.learner.models.lora import add_adapters
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 
 DEADLINE_S = 120.0
 CONTEXT = 1024

@@ -103,12 +103,12 @@ class Reward:
         if self.open_calls is None:
             yield
             return
-        patience_s = None
+        timeout_s = None
         if until is not None:
             # Without a reserve for the call itself, each would begin when its time is nearly over, and fail.
             left_s = until - asyncio.get_running_loop().time()
-            patience_s = left_s - min(self.limit_s(episodes), left_s / 2)
-        async with asyncio.timeout(patience_s):
+            timeout_s = left_s - min(self.limit_s(episodes), left_s / 2)
+        async with asyncio.timeout(timeout_s):
             await self.open_calls.acquire()
         try:
             yield

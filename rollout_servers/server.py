@@ -22,18 +22,18 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.models.folder import model_fingerprint
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.outbox import RESEND_S, Outbox
-from slipstream.rollout_servers.plugin_code import plugin_code
+from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
-from slipstream.rollout_servers.rollouts.group import play_group
-from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.rollouts.player import Player, play_group
 from slipstream.rollout_servers.tickets import (
     EXAMINED_TASKS,
     FIRST_GROUPS,
     REMEDIES,
+    RESEND_S,
     ConcurrencyLimiter,
     FailureBackoff,
     FirstFailures,
+    Outbox,
     TicketBook,
 )
 from slipstream.rollout_servers.tokenizer import Tokenizer
@@ -95,7 +95,9 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
+        settings=agreement.server_settings(config)
+        | agreement.host_settings(config)
+        | plugin_code(config.env, (*config.rewards, *config.evaluated)),
     )
 
 

@@ -32,7 +32,7 @@ from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
-from slipstream.rollout_servers.env_check import env_problems
+from slipstream.rollout_servers.plugins import env_problems
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -141,7 +141,7 @@ def _model_problems(config: RunConfig, model: Path) -> list[str]:
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)
         steps.append(lambda: check_model(reference, replace(options, lora=None)))
-    problems = engine_problems(config, model)
+    problems = engine_problems(config.rollout.engine, config.weights, model)
     for step in steps:
         try:
             step()
@@ -243,8 +243,7 @@ class _TaskCheck:
 
     async def problems(self, split: Split, index: int) -> list[str]:
         """Makes the prompt of a task and scores answers to it; returns the problems."""
-        from slipstream.rollout_servers.images import ImagePlaceholders
-        from slipstream.rollout_servers.tokenizer import PromptError
+        from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
 
         where, tokenizer = f"task {index} of {split}", self.format.tokenizer
         try:

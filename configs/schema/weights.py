@@ -50,7 +50,7 @@ class Transport:
         return self.receiver is None
 
 
-_SENDERS, _RECEIVERS = "slipstream.learner.weights.transports.", "slipstream.rollout_servers.weights.receivers:"
+_SENDERS, _RECEIVERS = "slipstream.learner.weights.", "slipstream.rollout_servers.weights.receivers:"
 TRANSPORTS = {
     transport.name: transport
     for transport in (

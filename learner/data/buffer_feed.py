@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
@@ -209,7 +208,7 @@ class Feed:
             plans=plans,
         )
 
-    def _read(self, lease: Lease, indices: Iterable[int]) -> dict[int, Group]:
+    def _read(self, lease: LeasedGroups, indices: Iterable[int]) -> dict[int, Group]:
         """The leased groups of these indices."""
         wanted = list(indices)
         return dict(zip(wanted, self._reader.read([lease.ids[index] for index in wanted]), strict=True))
@@ -244,7 +243,7 @@ class Feed:
             plans.append(plan)
         return assigned, plans
 
-    def _lease(self, number: int, step: int, consuming_version: int) -> Lease:
+    def _lease(self, number: int, step: int, consuming_version: int) -> LeasedGroups:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError
         if self._buffer is None:
             return self._lease_from_root(key, step)
@@ -265,14 +264,14 @@ class Feed:
         if self._world.size > 1:
             self._world.store.set(key, json.dumps(outcome))
 
-    def _lease_from_root(self, key: str, step: int) -> Lease:
+    def _lease_from_root(self, key: str, step: int) -> LeasedGroups:
         """Rank 0's lease. Raises: StarvedError and StopRequested as on rank 0."""
         outcome = json.loads(self._await_key(key, f"step {step}: the lease of rank 0"))
         if "starved" in outcome:
             raise StarvedError(outcome["starved"])
         if "stopped" in outcome:
             raise StopRequested(outcome["stopped"])
-        return Lease(**outcome)
+        return LeasedGroups(**outcome)
 
     def _await_key(self, key: str, what: str) -> str:
         """The store's value of `key`; the deadline is later than rank 0's for the lease, whose error has the reason.
@@ -293,7 +292,7 @@ class Feed:
                 )
         raise StoppedError("the learner stops")
 
-    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
+    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> LeasedGroups:
         count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
         while not self._stopping:
             if self._signals.number:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import GRACE_S, Absent, Answer, Member, Rpc
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, TransferError
+from slipstream.learner.weights.transports import Broadcast
 
 log = get_log("learner.weights")
 
@@ -237,7 +238,7 @@ def next_group(
     """
     newcomers = [member for member in willing if member not in formed]
     stands = bool(formed) and not any(member.gone.is_set() for member in formed)
-    if stands and others_fetch and all(time.monotonic() - each.joined_at < max_wait_s for each in newcomers):
+    if stands and others_fetch and all(time.monotonic() - member.joined_at < max_wait_s for member in newcomers):
         return [member for member in willing if member in formed]
     return list(willing)
 

@@ -96,7 +96,7 @@ class Code:
             self.worst_case_s = 2 * self._endpoint.worst_case_s  # a test and its canary
 
     async def __call__(self, episode: Episode) -> Score:
-        """See the class."""
+        """1 if the program passes all tests, else 0 or the share of the passed ones; parts as in the class."""
         tests = read_tests(episode.info.get(self.tests, episode.reference))
         program = find_program(episode.answer)
         if program is None:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import (

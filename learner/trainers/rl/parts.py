@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
@@ -32,7 +31,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")

@@ -7,8 +7,7 @@ from typing import Self
 
 import torch
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import new_incarnation
+from slipstream.buffer.client import GroupReader, new_incarnation
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig, agreement

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import structlog
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Form
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
-from slipstream.rollout_servers.engines.staging import TransferFailed
+from slipstream.learner.weights.broadcast import GlooTransport
+from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -115,7 +115,7 @@ def test_unreachable_member_is_found_among_victims(
 
     def meet_in_vain(group: Form) -> None:
         join_rendezvous(group, ranks=1, left=threading.Event())
-        raise TransferFailed("no connection to the others")
+        raise TransferError("no connection to the others")
 
     monkeypatch.setattr(members["walled"]._receivers["gloo"], "enter", meet_in_vain)
     publish(learner, members, range(1, 6))

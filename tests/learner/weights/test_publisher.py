@@ -14,12 +14,12 @@ import zmq
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.weights.broadcast import GlooTransport
 from slipstream.learner.weights.distribution import Publication
+from slipstream.learner.weights.fetch import FileTransport
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import Transports, build_transports
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.learner.weights.transports.fetch import FileTransport
+from slipstream.learner.weights.transports import Transports, build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import Member, honest
 

@@ -14,10 +14,10 @@ import zmq.asyncio
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.weights.fetch import StreamTransport
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.learner.weights.transports.base import Broadcast, Transports
-from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.learner.weights.transports import Broadcast, Transports
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine

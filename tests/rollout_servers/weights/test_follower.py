@@ -12,10 +12,10 @@ import zmq.asyncio
 from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Part, Source
 from slipstream.configs.schema.weights import SecurityConfig
-from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging
 from slipstream.rollout_servers.weights.receivers import build_receivers
 
 
@@ -23,6 +24,6 @@ def test_deleted_file_raises_source_gone(run_name: str, tmp_path: Path) -> None:
 def test_fetched_transport_refuses_transfer_group(transport: str) -> None:
     receiver = build_receivers(SecurityConfig())[transport]
     form = Form(transfer=1, epoch=1, transport=transport, host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
-    with pytest.raises(TransferFailed, match=f"transport {transport} has no transfer groups"):
+    with pytest.raises(TransferError, match=f"transport {transport} has no transfer groups"):
         receiver.enter(form)
     receiver.close()

@@ -8,10 +8,10 @@ import torch
 import xxhash
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, layout
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
-from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import Staging
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[3, 5]), TensorInfo(name="b", dtype="float32", shape=[4])]
 
@@ -71,7 +71,7 @@ def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor
     staging = Staging(run_name, shared=False)
     data = staging.begin(manifest(1, sent)).copy_(sent)
     data[40] ^= 1
-    with pytest.raises(TransferFailed, match=r"version 1\b.*\bb\b"):
+    with pytest.raises(TransferError, match=r"version 1\b.*\bb\b"):
         staging.finish(manifest(1, sent))
     assert staging.version == -1
 
@@ -93,11 +93,11 @@ def test_difference_to_other_bytes_of_same_version_is_refused(run_name: str, byt
     for base, (old, new) in enumerate(itertools.pairwise(versions), start=1):
         frame = delta.encode(old.numpy(), new.numpy(), tensors, base=base, version=base + 1)
         staging.change(memoryview(frame), last, held=base)
-    with pytest.raises(TransferFailed, match=f"or version 1 here is another one: checksum of {name} differs"):
+    with pytest.raises(TransferError, match=f"or version 1 here is another one: checksum of {name} differs"):
         staging.finish(last)
     assert staging.version == -1
     staging.begin(last).copy_(versions[0])
-    with pytest.raises(TransferFailed, match=r"version 3\b.*\ba\b"):  # it came whole
+    with pytest.raises(TransferError, match=r"version 3\b.*\ba\b"):  # it came whole
         staging.finish(last)
 
 

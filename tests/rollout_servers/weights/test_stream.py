@@ -12,10 +12,11 @@ import torch
 import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Announce, Manifest, Part, Piece, Pull, Source, TensorInfo
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights import receivers as module
 from slipstream.rollout_servers.weights.receivers import WINDOW, StreamReceiver
 from tests.conftest import free_port
@@ -90,7 +91,7 @@ def test_trickle_of_pieces_does_not_extend_the_deadline(receiver: StreamReceiver
     place = f"tcp://127.0.0.1:{free_port()}"
     _, announce = version(place=place, parts=[Part(name="1", version=1, size_bytes=SIZE_BYTES)])
     began = time.monotonic()
-    with learner(place, trickle), pytest.raises(TransferFailed):  # all pieces would take 1.2 s
+    with learner(place, trickle), pytest.raises(TransferError):  # all pieces would take 1.2 s
         receiver.receive(msgspec.structs.replace(announce, deadline_s=0.3), Staging(run_name, shared=False))
     assert time.monotonic() - began < 1.2 + 0.3
 

@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 
 import torch
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import save_checkpoint

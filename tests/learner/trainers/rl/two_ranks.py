@@ -17,7 +17,7 @@ from unittest.mock import create_autospec, patch
 import torch
 from torch import Tensor
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from slipstream.learner.weights.transports.broadcast import SglangTransport
+from slipstream.learner.weights.broadcast import SglangTransport
 from tests.contract.engines import SGLANG_PYTHON
 from tests.rollout_servers.engines.direct import PATIENCE_S, Run, broken_off_half_way, published_while_it_generates, run
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(SGLANG_PYTHON not in os.environ, reason=f"{SGLANG_PYTHON} names no environment with SGLang"),
     pytest.mark.timeout(900),  # it is started again, which takes minutes on a busy machine
 ]
-TRANSPORT = "slipstream.learner.weights.transports.broadcast"
+TRANSPORT = "slipstream.learner.weights.broadcast"
 SGLANG = "slipstream.rollout_servers.engines.sglang"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.learner.weights.transports.broadcast import NcclTransport
+from slipstream.learner.weights.broadcast import NcclTransport
 from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS
 from tests.rollout_servers.engines.direct import Run, broken_off_half_way, published_while_it_generates, run
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("vllm_environment"),
 ]
 ROOT = Path(__file__).parents[4]
-NCCL = "slipstream.learner.weights.transports.broadcast"
+NCCL = "slipstream.learner.weights.broadcast"
 WORKER = "tests.rollout_servers.engines.vllm.worker_over_gloo.StagedWorker"
 
 

@@ -1,25 +1,29 @@
-"""The learner's connection to the buffer service: leases, and reports on its steps."""
+"""The learner's connections: to the buffer service, for leases and reports on its steps, and to Redis, which has the
+bytes of leased groups.
+"""
 
 import contextlib
 import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.store.redis import connect, group_key, retry_through_outage
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import BUFFER, LEARNER, client_keys
-from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError, StoppedError
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import resolution_error
+from slipstream.configs.schema.buffer import RedisConfig
 
 log = get_log("buffer.client")
 
@@ -102,7 +106,7 @@ class BufferClient:
         self.take_evals()  # earlier ones were reported to the previous learner
         return state
 
-    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> Lease | None:
+    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> LeasedGroups | None:
         """Leases `count` groups for `step`; None if too few become ready within `wait_s`."""
         request = m.LeaseRequest(
             request=UNNUMBERED,
@@ -115,7 +119,7 @@ class BufferClient:
         reply = self._ask(request, extra_s=wait_s)
         if not isinstance(reply, m.Lease):
             return None
-        return Lease(reply.group_ids, reply.importance_weights, reply.oldest_version, reply.staleness)
+        return LeasedGroups(reply.group_ids, reply.importance_weights, reply.oldest_version, reply.staleness)
 
     def trained(self, step: int) -> m.State:
         """Reports that the groups leased for `step` were trained on."""
@@ -236,3 +240,40 @@ class BufferClient:
         # A service that has refused the key accepts nothing more; the deadline reports it.
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, flags=zmq.NOBLOCK)
+
+
+class GroupReader:
+    """Reads and decodes groups; one reader per learner rank."""
+
+    def __init__(self, redis: RedisConfig, *, run: str) -> None:
+        self._run = run
+        self._config = redis
+        self._given_up = threading.Event()
+        self._redis = connect(redis)
+
+    def give_up(self) -> None:
+        """Ends another thread's wait for Redis with a StoppedError."""
+        self._given_up.set()
+
+    def read(self, group_ids: Sequence[str]) -> list[m.Group]:
+        """The groups, in the order of their ids.
+
+        Raises: SlipstreamError when one is not stored or Redis refuses the connection, DeadlineError when an outage of
+        Redis is too long, StoppedError after `give_up`.
+        """
+        if not group_ids:
+            return []
+        blobs = retry_through_outage(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
+        lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
+        if lost:
+            raise SlipstreamError(
+                f"groups {', '.join(lost)} are leased but not stored; "
+                "was Redis flushed, or does redis.url differ from the buffer's?"
+            )
+        blobs.reverse()
+        # Popped, so that later groups reuse the memory: allocating new pages takes longer than decoding.
+        return [decode_group(blobs.pop()) for _ in group_ids]
+
+    def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
+        blobs: Any = self._redis.mget([group_key(self._run, group_id) for group_id in group_ids])
+        return list(blobs)

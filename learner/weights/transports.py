@@ -12,27 +12,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from slipstream.buffer.wire.weights.fabric import RendezvousError, gather_ranks, store_prefix
+from slipstream.buffer.wire.weights.fabric import gather_ranks, store_prefix
 from slipstream.buffer.wire.weights.protocol import Source
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 
-log = get_log("learner.weights.transports")
-
-
-class TransferError(SlipstreamError):
-    """A transfer broke off or did not begin.
-
-    Attributes:
-        absent: the ranks that never entered the transfer group, where that is known.
-    """
-
-    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.absent = absent
+log = get_log("learner.weights")
 
 
 @dataclass(frozen=True)
@@ -122,7 +110,7 @@ class Transports:
     order: Sequence[str]
     """Names of all, the preferred one first."""
     fetched: Mapping[str, Fetched]
-    """The transports from which members fetch, by name."""
+    """The transports that members fetch from, by name."""
     broadcast: Broadcast | None
 
     def close(self) -> None:
@@ -147,7 +135,7 @@ def offered_transports(weights: WeightsConfig, *, run: str, direct: str | None) 
         possible = [transport for transport in possible if transport.auto in (device, "any learner")]
         possible = [transport for transport in possible if not transport.direct or transport.name == direct]
     else:
-        possible = [next((each for each in possible if each.name == direct), possible[0])]
+        possible = [next((transport for transport in possible if transport.name == direct), possible[0])]
     offered = []
     for transport in possible:
         sender: type[Sender] = resolve_name(transport.sender)
@@ -209,10 +197,7 @@ class Rendezvous:
         """
         assert self._store is not None, "gather() before close()"
         store = PrefixStore(store_prefix(epoch), self._store)
-        try:
-            gather_ranks(store, world, deadline_s=self._deadline_s, aborted=self._aborted, payload=payload)
-        except RendezvousError as error:
-            raise TransferError(str(error), absent=error.absent) from None
+        gather_ranks(store, world, deadline_s=self._deadline_s, aborted=self._aborted, payload=payload)
         return store
 
     def abort(self) -> None:

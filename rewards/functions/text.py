@@ -1,14 +1,53 @@
-"""Rewards for the form of an answer: `format`, `length`, `repetition`."""
+"""Rewards from the text of an answer: comparisons with the reference, its form, and the penalty for long answers."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rewards.base import Episode, Score
+
+OVERLONG: Final = "overlong"
+"""Name of the penalty among an episode's scores."""
+
+
+def exact_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    """1.0 if the answer equals the reference, else 0.0; white space around either does not count."""
+    return float(answer.strip() == reference.strip())
+
+
+def none(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    """0.0: for envs whose sessions give all rewards."""
+    return 0.0
+
+
+def digit_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    """Share of the reference's positions at which the answer has the same character, in [0, 1].
+
+    White space around either does not count; what the answer has beyond the reference's length gains nothing.
+
+    Raises: ValueError if the reference is empty, because it has no positions to share.
+    """
+    wanted = reference.strip()
+    if not wanted:
+        raise ValueError("digit_match needs a reference of at least one character")
+    pairs = zip(answer.strip(), wanted, strict=False)  # whichever is longer: its rest matches nothing
+    return sum(character == right for character, right in pairs) / len(wanted)
+
+
+def overlong(tokens: int, *, truncated: bool, max_tokens: int, cache_tokens: int, penalty: float) -> float:
+    """Penalty for an answer of `tokens` tokens, in [-penalty, 0].
+
+    0 up to max_tokens - cache_tokens, from there linearly down to -penalty at max_tokens; -penalty if it is truncated.
+
+    Source: DAPO, arXiv 2503.14476, eq. 13, whose penalty is 1.
+    """
+    left = 0 if truncated else max_tokens - tokens
+    return penalty * (min(max(left / cache_tokens, 0.0), 1.0) - 1.0)
+
 
 _OPTIONS = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -34,7 +73,7 @@ class Format:
             raise ConfigError(f"format's pattern {self.pattern!r} is no regular expression: {error}") from None
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
-        """See the class."""
+        """1 if the answer has the form, else 0."""
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         places = [answer.find(mark) for mark in marks]
         has_tags = places == sorted(places) and all(answer.count(mark) == 1 for mark in marks)
@@ -82,7 +121,7 @@ class Repetition:
     """Share without penalty; above it the penalty grows linearly to -1."""
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
-        """See the class."""
+        """The penalty, in [-1, 0]."""
         words = answer.lower().split()
         grams = [tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)]
         if not grams:

@@ -1,8 +1,51 @@
-"""Estimates of an evaluation from the rewards of its tasks, each answered k times."""
+"""Statistics of answers: histograms of their lengths and their distance, and estimates of an evaluation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+
+
+def bucket(tokens: int) -> int:
+    """The shortest length in the bucket of `tokens`: itself below 64, then 16 buckets of equal width to an octave.
+
+    A length exceeds its bucket by less than 1/17 of itself (5.9 %).
+
+    Raises: ValueError if `tokens` is negative.
+    """
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens} must not be negative")
+    if tokens < 64:
+        return tokens
+    dropped_bits = tokens.bit_length() - 5
+    return tokens >> dropped_bits << dropped_bits
+
+
+def histogram(lengths: Iterable[int]) -> dict[int, int]:
+    """Number of lengths in each bucket, in ascending order; without empty buckets.
+
+    Raises: ValueError if a length is negative.
+    """
+    return dict(sorted(Counter(map(bucket, lengths)).items()))
+
+
+def ks_distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
+    """The two-sample Kolmogorov-Smirnov statistic of two histograms, sup |F_a - F_b|, 0 to 1; 0 if one is empty.
+
+    Exact for the bucketed lengths; at most the statistic of the lengths themselves, since it compares fewer points.
+
+    Source: Smirnov 1939; https://en.wikipedia.org/wiki/Kolmogorov-Smirnov_test.
+    """
+    total_a, total_b = sum(a.values()), sum(b.values())
+    if not total_a or not total_b:
+        return 0.0
+    distance, up_to_a, up_to_b = 0.0, 0, 0
+    for key in sorted(a.keys() | b.keys()):
+        up_to_a += a.get(key, 0)
+        up_to_b += b.get(key, 0)
+        distance = max(distance, abs(up_to_a / total_a - up_to_b / total_b))
+    return distance
+
 
 NORMAL_95 = 1.96
 
@@ -44,7 +87,7 @@ def estimate(total: float, squares: float, tasks: int) -> tuple[float, float]:
 
 def estimates(tallies: Mapping[str, tuple[float, float]], tasks: int) -> dict[str, float]:
     """`<name>` and `<name>_interval` of each estimate, from its tally over all tasks."""
-    figures = {}
+    named = dict[str, float]()
     for name, (total, squares) in tallies.items():
-        figures[name], figures[f"{name}_interval"] = estimate(total, squares, tasks)
-    return figures
+        named[name], named[f"{name}_interval"] = estimate(total, squares, tasks)
+    return named

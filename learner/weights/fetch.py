@@ -11,16 +11,16 @@ from slipstream.buffer.wire.auth import LEARNER, ServiceKeys, service_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import tensor_pieces
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, SegmentError, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Sender, SenderSettings, TransferError
+from slipstream.learner.weights.transports import Sender, SenderSettings
 
 log = get_log("learner.weights.fetch")
 
@@ -38,7 +38,7 @@ class ShmTransport(Sender):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`."""
+        """The reason why this process can't send so, with a remedy; None if it can."""
         if not SHARED_MEMORY.is_dir():
             return f"there is no {SHARED_MEMORY}"
         try:

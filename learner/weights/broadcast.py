@@ -4,6 +4,7 @@ import base64
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric
+from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric, TransferError
 from slipstream.buffer.wire.weights.layout import tensor_buckets
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Rendezvous, SenderSettings, TransferError
+from slipstream.learner.weights.transports import Broadcast, Rendezvous, SenderSettings
 
 SENDER = "vllm.distributed.weight_transfer.nccl_common"
 BUCKETS_AT_ONCE = 2
@@ -108,7 +109,7 @@ class NcclTransport(_OneStore):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`. Imports vLLM here: later, a process group would wait."""
+        """The reason why this process can't send so. Imports vLLM here: later, a process group would wait."""
         if (lack := _lack_of_gpu()) is not None:
             return lack
         try:
@@ -126,22 +127,11 @@ class NcclTransport(_OneStore):
         self._connecting = connecting
         store = self._rendezvous.gather(epoch, world, payload=_new_payload)
         unique_id = base64.b64decode(store.get(LEARNER))
-        arguments = (connecting, unique_id, world, self._device)
-        threading.Thread(target=_connect, args=arguments, name="nccl connects", daemon=True).start()
-        self._group = self._connected(connecting, world)
-
-    def _connected(self, connecting: "Future[Any]", world: int) -> Any:
-        """Raises: TransferError."""
+        _start(connecting, lambda: communicator(unique_id, world, self._device), name="nccl connects")
         try:
-            with suppress(TimeoutError):
-                return connecting.result(self._deadline_s)
-            connecting.cancel()  # without effect if it has just finished
-            return connecting.result()
-        except CancelledError:
-            reason = f"aborted, or not done within {self._deadline_s:.0f} s (weights.deadline_s)"
+            self._group = _result(connecting, self._deadline_s)
         except (OSError, RuntimeError) as error:
-            reason = str(error)
-        raise TransferError(f"the {world} of the transfer group could not connect to each other: {reason}")
+            raise TransferError(f"the {world} of the transfer group could not connect to each other: {error}") from None
 
     def send(self, snapshot: Snapshot) -> None:
         """Broadcasts the version's tensors in vLLM's packed format."""
@@ -230,17 +220,34 @@ def communicator(unique_id: bytes, world: int, device: int) -> Any:
     return uid_init_process_group(unique_id, 0, world, device)
 
 
-def _connect(connecting: "Future[Any]", unique_id: bytes, world: int, device: int) -> None:
+def _start(outcome: "Future[Any]", call: Callable[[], Any], *, name: str) -> None:
+    """Runs a call that nothing can end in a thread. A communicator that comes after `_result` gave up is freed."""
+
+    def run() -> None:
+        try:
+            result = call()
+        except (OSError, RuntimeError) as error:
+            with suppress(InvalidStateError):
+                outcome.set_exception(error)
+            return
+        try:
+            outcome.set_result(result)
+        except InvalidStateError:
+            if result is not None:
+                result.destroy()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _result(outcome: "Future[Any]", deadline_s: float) -> Any:
+    """The result of a call that `_start` runs. Raises: RuntimeError when it was aborted or is late, OSError."""
     try:
-        group = communicator(unique_id, world, device)
-    except (OSError, RuntimeError) as error:
-        with suppress(InvalidStateError):
-            connecting.set_exception(error)
-        return
-    try:
-        connecting.set_result(group)
-    except InvalidStateError:  # `_connected` has given up meanwhile
-        group.destroy()
+        with suppress(TimeoutError):
+            return outcome.result(deadline_s)
+        outcome.cancel()  # without effect if it has just finished
+        return outcome.result()
+    except CancelledError:
+        raise RuntimeError(f"aborted, or not done within {deadline_s:.0f} s (weights.deadline_s)") from None
 
 
 class SglangTransport(_OneStore):
@@ -263,7 +270,7 @@ class SglangTransport(_OneStore):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """The reason why NCCL can't be used here, see `Sender.obstacle`."""
+        """The reason why this process can't send so, with a remedy; None if it can."""
         return _lack_of_gpu()
 
     def form(self, epoch: int, world: int) -> None:
@@ -281,19 +288,14 @@ class SglangTransport(_OneStore):
         """Broadcasts the version's tensors in SGLang's packed format."""
         self._sending = sending = Future[None]()
         group = self._group
-        if group is None:
-            reason = "the transfer group was aborted"
-        else:
-            threading.Thread(target=_send, args=(sending, group, snapshot), name="nccl sends", daemon=True).start()
-            try:
-                sending.result(self._deadline_s)
-                return
-            except (CancelledError, TimeoutError):
-                reason = f"aborted, or not done within {self._deadline_s:.0f} s (weights.deadline_s)"
-            except (OSError, RuntimeError) as error:
-                reason = str(error)
+        try:
+            if group is None:
+                raise RuntimeError("the transfer group was aborted")
+            _start(sending, lambda: _send(group, snapshot), name="nccl sends")
+            _result(sending, self._deadline_s)
+        except (OSError, RuntimeError) as error:
             self._leave()
-        raise TransferError(f"version {snapshot.manifest.version} was not sent: {reason}")
+            raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
     def abort(self) -> None:
         """Ends a wait in `form` or `send`; the group can't be used any more."""
@@ -329,35 +331,23 @@ def process_group(store: PrefixStore, world: int) -> Any:
             os.environ[ON_ERRORS] = before
 
 
-def _send(sending: "Future[None]", group: Any, snapshot: Snapshot) -> None:
-    device = snapshot.data.device
-    try:
-        with _stream(device):
-            _broadcast(group, snapshot)
-    except (OSError, RuntimeError) as error:
-        with suppress(InvalidStateError):
-            sending.set_exception(error)
-        return
-    with suppress(InvalidStateError):  # `send` has given up meanwhile
-        sending.set_result(None)
-
-
 def _stream(device: torch.device) -> AbstractContextManager[Any]:
     """A stream of its own: in training's stream, steps would wait for the broadcast."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _broadcast(group: Any, snapshot: Snapshot) -> None:
+def _send(group: Any, snapshot: Snapshot) -> None:
     """Raises: RuntimeError, as NCCL's and CUDA's errors are."""
     tensors = iter(snapshot.named_tensors())
     inflight: deque[tuple[Any, Tensor]] = deque()
-    for bucket in tensor_buckets(snapshot.manifest.tensors, snapshot.manifest.bucket_bytes):
-        packed = torch.cat([next(tensors)[1].flatten().view(torch.uint8) for _ in bucket])
-        if len(inflight) == BUCKETS_AT_ONCE:
-            _finish(*inflight.popleft())
-        inflight.append((group.broadcast(packed, 0), packed))
-    for work, packed in inflight:
-        _finish(work, packed)
+    with _stream(snapshot.data.device):
+        for bucket in tensor_buckets(snapshot.manifest.tensors, snapshot.manifest.bucket_bytes):
+            packed = torch.cat([next(tensors)[1].flatten().view(torch.uint8) for _ in bucket])
+            if len(inflight) == BUCKETS_AT_ONCE:
+                _finish(*inflight.popleft())
+            inflight.append((group.broadcast(packed, 0), packed))
+        for work, packed in inflight:
+            _finish(work, packed)
 
 
 def _finish(work: Any, packed: Tensor) -> None:
