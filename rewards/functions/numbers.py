@@ -1,7 +1,7 @@
 r"""Numbers as answers write them: with units, currency signs and words around them.
 
 A text is read as a number only if it holds one number, or one right of its last `=`; the rest must be words or units.
-`docs/guide.md` has the table of examples.
+`tests/rewards/functions/math_answers.md` has examples.
 """
 
 import re
