@@ -8,7 +8,7 @@ from slipstream.configs.schema.base import NAME_ALONE, PLUGIN, NamedSection, Plu
 
 
 class GrpoConfig(NamedSection):
-    """Rewards relative to the group, in units of its spread (arXiv 2402.03300)."""
+    """(r - mean) / (std + epsilon) of the group's rewards r, sample std (arXiv 2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
     epsilon: float = Field(default=1e-6, gt=0)
@@ -16,7 +16,7 @@ class GrpoConfig(NamedSection):
 
 
 class DrGrpoConfig(NamedSection):
-    """Rewards relative to the group's mean, not scaled (arXiv 2503.20783)."""
+    """r - mean of the group's rewards r (arXiv 2503.20783)."""
 
     name: Literal["dr_grpo"]
 
@@ -40,19 +40,19 @@ class GdpoConfig(NamedSection):
 
 
 class RlooConfig(NamedSection):
-    """Rewards relative to the mean of the group's other answers (arXiv 2402.14740)."""
+    """r - mean of the rewards of the group's other answers (arXiv 2402.14740)."""
 
     name: Literal["rloo"]
 
 
 class OpoConfig(NamedSection):
-    """Rewards relative to the group's mean weighted by length (arXiv 2505.23585)."""
+    """r - the group's mean weighted by length (arXiv 2505.23585)."""
 
     name: Literal["opo"]
 
 
 class RemaxConfig(NamedSection):
-    """Rewards relative to the reward of a greedy answer to the same task (arXiv 2310.10505)."""
+    """r - reward of a greedy answer to the same task (arXiv 2310.10505)."""
 
     name: Literal["remax"]
 
@@ -66,13 +66,13 @@ class ReinforcePlusPlusConfig(NamedSection):
 
 
 class ReinforcePlusPlusBaselineConfig(NamedSection):
-    """Rewards relative to the group's mean, whitened over the batch (arXiv 2501.03262)."""
+    """r - mean of the group, whitened over the batch (arXiv 2501.03262)."""
 
     name: Literal["reinforce_plus_plus_baseline"]
 
 
 class GpgConfig(NamedSection):
-    """Rewards relative to the group's mean, scaled up for answers without a gradient (arXiv 2504.02546)."""
+    """(r - mean) · answers / answers with a gradient (arXiv 2504.02546)."""
 
     name: Literal["gpg"]
     scale_up_for: Literal["no_advantage", "no_reward"] = "no_advantage"
@@ -93,7 +93,7 @@ class GaeConfig(NamedSection):
 
 
 class OptimalTokenBaselineConfig(NamedSection):
-    """Rewards to go relative to the baseline that minimises the gradient's variance at each token."""
+    """Rewards to go minus the baseline of least gradient variance at each token (arXiv 2602.07078)."""
 
     name: Literal["optimal_token_baseline"]
     epsilon: float = Field(default=1e-8, gt=0)
@@ -177,7 +177,7 @@ class DualClip(RatioClip):
 
 
 class PpoConfig(DualClip):
-    """The clipped surrogate (arXiv 1707.06347)."""
+    """-min(ratio · A, clip(ratio) · A), ratio = π_θ/π_prox (arXiv 1707.06347)."""
 
     name: Literal["ppo"] = "ppo"
 
@@ -189,7 +189,7 @@ class DecoupledPpoConfig(DualClip):
 
 
 class GspoConfig(RatioClip):
-    """One ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
+    """`ppo` with one ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
 
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
@@ -201,7 +201,7 @@ class GspoConfig(RatioClip):
 
 
 class CispoConfig(RatioClip):
-    """The ratio is a clipped weight of the log-prob, so that no token loses its gradient (arXiv 2506.13585)."""
+    """-clip(ratio) · A · log π_θ with a constant clip(ratio): no token loses its gradient (arXiv 2506.13585)."""
 
     name: Literal["cispo"]
 
