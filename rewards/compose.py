@@ -9,9 +9,9 @@ from numbers import Real
 from typing import Any, Literal
 
 from slipstream.configs.runtime.errors import format_error
-from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
+from slipstream.sandbox import SandboxUnavailable
 
 LARGEST_SCORE = 1e8
 """The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""

@@ -9,27 +9,29 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, takes_group
 from slipstream.rewards.compose import Reward, Takes
 
-BUILT_IN: Final = {
-    "by_source": "slipstream.rewards.functions.by_source:BySource",
-    "exact_match": "slipstream.rewards.functions.match:exact_match",
-    "digit_match": "slipstream.rewards.functions.match:digit_match",
-    "none": "slipstream.rewards.functions.match:none",
-    "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
-    "repetition": "slipstream.rewards.functions.form:Repetition",
-    "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
-    "code": "slipstream.rewards.functions.code:Code",
-    "format": "slipstream.rewards.functions.form:Format",
-    "judge": "slipstream.rewards.functions.judge:Judge",
-    "length": "slipstream.rewards.functions.form:Length",
-    "math": "slipstream.rewards.functions.math:Math",
-}
-"""`module:attribute` by name: imported when they are used."""
+REWARDS: Final = Registry(
+    "reward",
+    {
+        "by_source": "slipstream.rewards.functions.by_source:BySource",
+        "exact_match": "slipstream.rewards.functions.match:exact_match",
+        "digit_match": "slipstream.rewards.functions.match:digit_match",
+        "none": "slipstream.rewards.functions.match:none",
+        "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
+        "repetition": "slipstream.rewards.functions.form:Repetition",
+        "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
+        "code": "slipstream.rewards.functions.code:Code",
+        "format": "slipstream.rewards.functions.form:Format",
+        "judge": "slipstream.rewards.functions.judge:Judge",
+        "length": "slipstream.rewards.functions.form:Length",
+        "math": "slipstream.rewards.functions.math:Math",
+    },
+)
 
 CONCURRENCY: Final = 32
 """Open calls of an async reward, unless its term or its own limits say otherwise: clients and servers allow about 100
@@ -51,7 +53,7 @@ def find_reward(term: RewardConfig, *, deadline_s: float = math.inf) -> Reward:
         `rewards.base`.
     """
     name = term.function or term.name
-    found = find_plugin("reward", BUILT_IN.get(name, name), BUILT_IN)
+    found = REWARDS.load(name)
     if inspect.isclass(found) and any("__call__" in vars(base) for base in found.__mro__):
         found = _build(term.name, found, term.options)
     elif term.options:

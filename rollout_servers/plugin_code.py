@@ -1,14 +1,13 @@
 """The code of a run's plug-ins, which must be the same on all rollout servers."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from slipstream.configs import RunConfig
-from slipstream.configs.plugins import code_fingerprint, resolve_plugin
-from slipstream.env.registry import BUILT_IN as ENVS
-from slipstream.env.registry import BUILT_IN_TOOLS
-from slipstream.rewards.registry import BUILT_IN as REWARDS
+from slipstream.configs.registry import code_fingerprint
+from slipstream.env.registry import ENVS, TOOLS
+from slipstream.rewards.registry import REWARDS
 
 _TARGET: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
@@ -19,12 +18,12 @@ def plugin_code(config: RunConfig) -> dict[str, str]:
     Raises: ConfigError for a plug-in that is not installed.
     """
     rewards = (*config.rewards, *config.evaluated)
-    chosen: list[tuple[str, str, Iterable[str]]] = [
-        ("env", config.env.name, ENVS),
-        *(("tool", tool.name, BUILT_IN_TOOLS) for tool in config.env.tools),
-        *(("reward", term.function or term.name, REWARDS) for term in rewards),
+    chosen = [
+        (ENVS, config.env.name),
+        *((TOOLS, tool.name) for tool in config.env.tools),
+        *((REWARDS, term.function or term.name) for term in rewards),
     ]
-    targets = {resolve_plugin(kind, name, built_in) for kind, name, built_in in chosen if name not in built_in}
+    targets = {registry.resolve(name) for registry, name in chosen if name not in registry.built_in}
     options = [config.env.options, *(tool.options for tool in config.env.tools), *(term.options for term in rewards)]
     targets.update(_targets(options))
     found = {target: code_fingerprint(target.partition(":")[0]) for target in sorted(targets)}

@@ -150,7 +150,7 @@ class RolloutServer:
         self._backoff = FailureBackoff()
         self._first = FirstFailures()
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
-        self._limiter = ConcurrencyLimiter(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
+        self._limiter = ConcurrencyLimiter(1, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
         self._follower = WeightFollower(config, name, engine, self._hold, on_applied=self._report.set)
 

@@ -133,15 +133,15 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--key", metavar="KEY", help="only this key, or the keys of this section, such as learner.loss")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     arguments = parser.parse_args(argv)
-    found = _selected(descriptions(), arguments.key)
+    selected = _selected(descriptions(), arguments.key)
     if arguments.json:
-        print(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+        print(json.dumps([asdict(key) for key in selected], indent=2, ensure_ascii=False))
         return 0
-    for each in found:
-        of = f", of {', '.join(each.variants)}" if each.variants else ""
-        default = each.default if each.default == "required" else f"default {each.default}"
-        print(f"{each.path}  ({each.type}, {default}{of})")
-        print(textwrap.fill(each.meaning, 100, initial_indent="    ", subsequent_indent="    "))
+    for key in selected:
+        of = f", of {', '.join(key.variants)}" if key.variants else ""
+        default = key.default if key.default == "required" else f"default {key.default}"
+        print(f"{key.path}  ({key.type}, {default}{of})")
+        print(textwrap.fill(key.meaning, 100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 

@@ -24,7 +24,7 @@ from slipstream.learner.weights.members import (
     Member,
     Roster,
     Rpc,
-    SyncFigures,
+    SyncMetrics,
     choose_transport,
 )
 from slipstream.learner.weights.process_group import ProcessGroup, attribute_fault, record_success
@@ -109,7 +109,7 @@ class Distribution:
         self,
         roster: Roster,
         rpc: Rpc,
-        figures: SyncFigures,
+        metrics: SyncMetrics,
         *,
         order: Sequence[str],
         fetched: Mapping[str, Fetched],
@@ -124,7 +124,7 @@ class Distribution:
         """
         self._roster = roster
         self._rpc = rpc
-        self._figures = figures
+        self._metrics = metrics
         self._order = order
         self._fetched = fetched
         self._group = group
@@ -164,13 +164,13 @@ class Distribution:
         self._changed.set()
 
     def _account(self) -> None:
-        """Updates figures and publications; once for all changes of an iteration, as it visits all members."""
-        self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
+        """Updates metrics and publications; once for all changes of an iteration, as it visits all members."""
+        self._metrics.members, self._metrics.evictions = len(self._roster), self._roster.evictions
         if self._group is not None:
-            self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
+            self._metrics.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:
             if not publication.done.done() and publication.settled():
-                self._figures.published_s.append(publication.age_s)
+                self._metrics.published_s.append(publication.age_s)
                 publication.done.set_result(None)
         self._under_way = [each for each in self._under_way if each.readers or not each.done.done()]
         older_read = any(each.readers for each in self._under_way if each is not self._latest)
@@ -441,7 +441,7 @@ class Distribution:
             await self._rpc.send(member, w.Apply(transfer=transfer, version=version))
             applied = await self._rpc.expect(member, w.Applied, state="applying", version=version)
         self._roster.applied(member, version)
-        self._figures.stalls_s.append(applied.stall_s)
+        self._metrics.stalls_s.append(applied.stall_s)
         if applied.verified == w.BY_PROBE:
-            self._figures.deviations.append(applied.deviation)
+            self._metrics.deviations.append(applied.deviation)
         self.changed()

@@ -28,7 +28,7 @@ SILENT_S = 15.0
 INBOX = 16
 """More than a transfer has requests; bounds the memory of a flooding server."""
 KEPT = 10_000
-"""Most figures of each kind: a run may last weeks."""
+"""Most metrics of each kind: a run may last weeks."""
 QUIET_S = 2.0
 """Time without a heartbeat after which the connection is tested: a dead process has none."""
 CHECK_S = 1.0
@@ -76,7 +76,7 @@ class Member:
 
     peer: bytes
     join: w.Join
-    """Its last heartbeat."""
+    """The latest heartbeat of the server."""
     heard_at: float
     version: int
     """The version that it last reported to generate with."""
@@ -230,8 +230,8 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
 
 
 @dataclass
-class SyncFigures:
-    """Figures of the latest publications; read by the training loop."""
+class SyncMetrics:
+    """Metrics of the latest publications; read by the training loop."""
 
     published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """From the call of `publish` until each member of that moment had applied the version, or was evicted."""

@@ -57,7 +57,7 @@ class ProcessGroup:
             admitted(resting, version),
             self._members,
             others_fetch=bool(admitted([member for member in busy if member not in self._members], version)),
-            patience_s=self._rpc.deadline_s,
+            max_wait_s=self._rpc.deadline_s,
         )
 
     def must_wait(self, version: int, *, busy: Collection[Member], holding: Sequence[Member]) -> bool:
@@ -225,7 +225,7 @@ def admitted(members: Sequence[Member], version: int) -> list[Member]:
 
 
 def next_group(
-    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, patience_s: float
+    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, max_wait_s: float
 ) -> list[Member]:
     """Members of the next broadcast: newcomers wait for each other, so that all enter in one re-forming.
 
@@ -233,11 +233,11 @@ def next_group(
         willing: members at rest that the version may be broadcast to.
         formed: members of the process group that exists. If one of them is gone, it is re-formed anyway.
         others_fetch: more newcomers are still fetching an earlier version.
-        patience_s: no newcomer waits longer than this since it joined.
+        max_wait_s: no newcomer waits longer than this since it joined.
     """
     newcomers = [member for member in willing if member not in formed]
     stands = bool(formed) and not any(member.gone.is_set() for member in formed)
-    if stands and others_fetch and all(time.monotonic() - each.joined_at < patience_s for each in newcomers):
+    if stands and others_fetch and all(time.monotonic() - each.joined_at < max_wait_s for each in newcomers):
         return [member for member in willing if member in formed]
     return list(willing)
 

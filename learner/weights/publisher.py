@@ -23,7 +23,7 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.distribution import Distribution, Publication
-from slipstream.learner.weights.members import Roster, Rpc, SyncFigures
+from slipstream.learner.weights.members import Roster, Rpc, SyncMetrics
 from slipstream.learner.weights.process_group import ProcessGroup
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
@@ -32,7 +32,7 @@ log = get_log("learner.weights")
 
 MAX_CONTROL_BYTES = 1 << 20
 LOG_EVERY_S = 10.0
-"""Of dropped frames: any peer can send many."""
+"""Interval of warnings about dropped frames: any peer can send many."""
 
 
 class WeightPublisher:
@@ -43,7 +43,7 @@ class WeightPublisher:
         self._config = config
         self._security = security
         self._transports = transports
-        self.figures = SyncFigures()
+        self.metrics = SyncMetrics()
         self._roster = Roster(run, deadline_s=config.deadline_s)
         self._latest: Publication | None = None
         self._reclaimed: Future[None] | None = None
@@ -140,7 +140,7 @@ class WeightPublisher:
         return Distribution(
             self._roster,
             self._rpc,
-            self.figures,
+            self.metrics,
             order=self._transports.order,
             fetched=self._transports.fetched,
             group=None if broadcast is None else ProcessGroup(self._config, broadcast, self._rpc),

@@ -1,10 +1,10 @@
 """Starts the engine that the configuration names."""
 
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
@@ -15,14 +15,16 @@ from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, 
 
 log = get_log("rollout.engine")
 
-_ENGINES = "slipstream.rollout_servers.engines."
-CLASSES = {
-    "vllm/inline": ("vllm.inline", "InlineEngine"),
-    "vllm/process": ("vllm.process", "ProcessEngine"),
-    "hf": ("hf.engine", "HfEngine"),
-    "sglang": ("sglang.engine", "SglangEngine"),
-}
-"""Module and class of each engine; each class has `async start(settings)`."""
+ENGINES: Final = Registry(
+    "engine",
+    {
+        "vllm/inline": "slipstream.rollout_servers.engines.vllm.inline:InlineEngine",
+        "vllm/process": "slipstream.rollout_servers.engines.vllm.process:ProcessEngine",
+        "hf": "slipstream.rollout_servers.engines.hf.engine:HfEngine",
+        "sglang": "slipstream.rollout_servers.engines.sglang.engine:SglangEngine",
+    },
+)
+"""Classes with `async start(settings)`, by `rollout.engine.name` or, for vLLM, `name/core`."""
 
 
 async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Engine:
@@ -40,10 +42,9 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
         prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
     if name == "hf" and settings.return_experts:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
-    module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
     with heavy_imports():
-        kind: Any = getattr(import_module(_ENGINES + module), engine)
+        kind: Any = ENGINES.load(name)
     started: Engine = await kind.start(settings)
     return started
 

@@ -390,7 +390,7 @@ def test_groups_are_durable_when_background_checkpoint_is_complete(
         server.deliver(12)
         learner = learner_beside(config, build_train_step(config, world), version=0)
         loop = learner.loop
-        loop.feed = build_feed(config, loop.settings.initial_model, world, LEARNER)
+        loop.feed = build_feed(config, loop.initial_model, world, LEARNER)
         assert loop.root is not None
         loop.root.buffer = buffer
         with closing(loop.feed):

@@ -122,7 +122,7 @@ class Transports:
     order: Sequence[str]
     """Names of all, the preferred one first."""
     fetched: Mapping[str, Fetched]
-    """By name."""
+    """The transports from which members fetch, by name."""
     broadcast: Broadcast | None
 
     def close(self) -> None:

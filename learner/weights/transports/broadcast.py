@@ -263,7 +263,7 @@ class SglangTransport(_OneStore):
 
     @staticmethod
     def obstacle(run: str) -> str | None:
-        """As `Sender.obstacle`."""
+        """The reason why NCCL can't be used here, see `Sender.obstacle`."""
         return _lack_of_gpu()
 
     def form(self, epoch: int, world: int) -> None:

@@ -282,7 +282,8 @@ def test_rank_without_lease_from_rank_0_gives_up(
     config: RunConfig, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = make_feed(1, 2, wait_deadline_s=0.1)
-    monkeypatch.setattr(feed, "_settings", replace(feed._settings, outage_deadline_s=0.1))
+    redis = config.redis.model_copy(update={"outage_deadline_s": 0.1})
+    monkeypatch.setattr(feed, "_config", feed._config.model_copy(update={"redis": redis}))
     feed.prefetch(3, consuming_version=0)
     with pytest.raises(DeadlineError, match=r"step 3.*rank 1"):
         take(feed)

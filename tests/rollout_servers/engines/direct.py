@@ -125,7 +125,7 @@ async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: 
         assert version - 1 in stamps <= {version - 1, version}
     (group,) = sent.made
     assert group.buckets >= 9, "none was fetched, and each came in several buckets"
-    figures = at.publisher.figures
+    figures = at.publisher.metrics
     assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
 
 
@@ -142,7 +142,7 @@ async def broken_off_half_way(at: Run, engine: RestartingEngine, sent: Sent) -> 
         await at.publish(version)
         assert engine.version == version
     assert len(sent.made) == 2
-    assert at.publisher.figures.unreached == 0
+    assert at.publisher.metrics.unreached == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:

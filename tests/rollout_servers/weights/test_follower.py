@@ -269,7 +269,7 @@ async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Pa
     assert engine.installed == []
     hold.drained(0)
     await asyncio.to_thread(learner.wait)
-    assert (engine.version, len(engine.installed), learner.publisher.figures.evictions) == (3, 1, 0)
+    assert (engine.version, len(engine.installed), learner.publisher.metrics.evictions) == (3, 1, 0)
     running.cancel()
     await asyncio.wait([running])
     await asyncio.to_thread(learner.close)

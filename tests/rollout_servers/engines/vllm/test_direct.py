@@ -68,6 +68,6 @@ async def test_group_changes_with_the_servers(tmp_path: Path, communicators: Com
                 assert (engine.version, other.version) == (version, version)
         await at.publish(4)
         assert engine.version == 4
-        figures = at.publisher.figures
+        figures = at.publisher.metrics
         # Whoever comes late fetches the version of then.
         assert (len(communicators.made), len(figures.deviations), figures.evictions) == (3, 7, 0)

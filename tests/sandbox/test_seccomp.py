@@ -4,8 +4,8 @@ import platform
 
 import pytest
 
-from slipstream.configs.runtime.sandbox import SandboxLimits, run_python
-from slipstream.configs.runtime.sandbox.seccomp import syscall_filter
+from slipstream.sandbox import SandboxLimits, run_python
+from slipstream.sandbox.seccomp import syscall_filter
 
 NUMBERS = {
     "x86_64": {"memfd_create": 319, "shmget": 29, "msgget": 68, "io_uring_setup": 425, "userfaultfd": 323}

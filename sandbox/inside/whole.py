@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from slipstream.configs.runtime.sandbox.inside.judge import Judge, judge
+from slipstream.sandbox.inside.judge import Judge, judge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

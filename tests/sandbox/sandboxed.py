@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from slipstream.configs.runtime.sandbox import SandboxLimits, run_python
+from slipstream.sandbox import SandboxLimits, run_python
 
 
 async def run(code: str, limits: dict[str, Any]) -> tuple[float, dict[str, Any]]:

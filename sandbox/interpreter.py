@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from slipstream.configs.runtime.sandbox.inside import answer, judge, remote, wire
-from slipstream.configs.runtime.sandbox.process import Interpreter, SandboxLimits, SandboxUnavailable
-from slipstream.configs.runtime.sandbox.program import run_program
+from slipstream.sandbox.inside import answer, judge, remote, wire
+from slipstream.sandbox.process import Interpreter, SandboxLimits, SandboxUnavailable
+from slipstream.sandbox.program import run_program
 
 SOURCES: Final = tuple(
     (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import os
 
-from slipstream.configs.runtime.sandbox.inside.remote import (
+from slipstream.sandbox.inside.remote import (
     ARITHMETIC,
     COMPARISONS,
     OPERATIONS,

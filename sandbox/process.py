@@ -26,8 +26,8 @@ from typing import Final, Literal
 
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.processes import kill_members
-from slipstream.configs.runtime.sandbox.inside import start
-from slipstream.configs.runtime.sandbox.seccomp import syscall_filter
+from slipstream.sandbox.inside import start
+from slipstream.sandbox.seccomp import syscall_filter
 
 Ended = Literal["exit", "cpu", "memory", "processes", "files", "output", "wall", "killed"]
 

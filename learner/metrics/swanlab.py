@@ -9,7 +9,7 @@ from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.run import SwanlabConfig
-from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers import Record
 
 log = get_log("learner.tracking")
 

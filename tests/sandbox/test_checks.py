@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.configs.runtime.sandbox import Check, Outcome, SandboxLimits, SandboxUnavailable, imports_of, run_checks
+from slipstream.sandbox import Check, Outcome, SandboxLimits, SandboxUnavailable, imports_of, run_checks
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 LIMITS = SandboxLimits(cpu_s=10, wall_s=60)

@@ -1,5 +1,6 @@
 """Plug-ins by name: built in, installed as an entry point, or `module:attribute`."""
 
+import math
 import re
 import signal
 import sys
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.plugins import code_fingerprint, find_plugin
+from slipstream.configs.registry import Registry, code_fingerprint
 from slipstream.configs.runtime.errors import ConfigError
 
-BUILT_IN = {"exact_match": 1, "digit_match": 2}
+REWARDS = Registry("reward", {"exact_match": "math:e", "digit_match": "math:pi"})
 
 
 @pytest.fixture
@@ -30,9 +31,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("folder")
 def test_built_in_installed_and_imported_plugins_are_found() -> None:
-    assert find_plugin("reward", "digit_match", BUILT_IN) == 2
-    assert find_plugin("reward", "pathlib:Path", BUILT_IN) is Path
-    assert find_plugin("reward", "length", BUILT_IN)("abc", "", {}) == 3
+    assert REWARDS.load("digit_match") == math.pi
+    assert REWARDS.load("pathlib:Path") is Path
+    assert REWARDS.load("length")("abc", "", {}) == 3
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_error_of_a_module_is_reported_with_its_line(folder: Path, source: str, 
     file.write_text(source)
     match = f"reward 'my_module:x': module 'my_module' .*{why.replace('FILE', re.escape(str(file)))}"
     with pytest.raises(ConfigError, match=match):
-        find_plugin("reward", "my_module:x", BUILT_IN)
+        REWARDS.load("my_module:x")
 
 
 def test_signal_during_an_import_exits_the_process(folder: Path) -> None:
@@ -59,7 +60,7 @@ def test_signal_during_an_import_exits_the_process(folder: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with pytest.raises(SystemExit):
-            find_plugin("loss", "my_slow_module:x", {})
+            REWARDS.load("my_slow_module:x")
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -80,7 +81,7 @@ def test_signal_during_an_import_exits_the_process(folder: Path) -> None:
 )
 def test_unknown_plugin_is_refused_with_the_reason(name: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
-        find_plugin("reward", name, BUILT_IN)
+        REWARDS.load(name)
 
 
 CODE = "def score(answer):\n    return len(answer)\n"

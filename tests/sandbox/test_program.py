@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.configs.runtime.sandbox import (
+from slipstream.sandbox import (
     SandboxLimits,
     SandboxUnavailable,
     find_interpreter,

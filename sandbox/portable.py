@@ -4,8 +4,8 @@ import types
 from pathlib import Path
 from typing import Final
 
-from slipstream.configs.runtime.sandbox.checks import Check
-from slipstream.configs.runtime.sandbox.inside import answer, judge, remote, whole, wire
+from slipstream.sandbox.checks import Check
+from slipstream.sandbox.inside import answer, judge, remote, whole, wire
 
 
 def _loader(*modules: types.ModuleType) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from slipstream.configs.runtime.sandbox.checks import Check, Outcome, evaluate
-from slipstream.configs.runtime.sandbox.interpreter import find_interpreter
-from slipstream.configs.runtime.sandbox.process import DEFAULT_LIMITS, SandboxLimits
-from slipstream.configs.runtime.sandbox.program import SandboxResult, run_program
+from slipstream.sandbox.checks import Check, Outcome, evaluate
+from slipstream.sandbox.interpreter import find_interpreter
+from slipstream.sandbox.process import DEFAULT_LIMITS, SandboxLimits
+from slipstream.sandbox.program import SandboxResult, run_program
 
 Result = TypeVar("Result")
 _THREADS: Final = ThreadPoolExecutor(max(4, 2 * len(os.sched_getaffinity(0))), thread_name_prefix="sandbox")

@@ -10,7 +10,7 @@ import builtins
 import os
 import struct
 
-from slipstream.configs.runtime.sandbox.inside.wire import Containers, Decoder, WireError, encode
+from slipstream.sandbox.inside.wire import Containers, Decoder, WireError, encode
 
 TYPE_CHECKING = False  # typing and collections.abc take as long to import as Python to start
 if TYPE_CHECKING:

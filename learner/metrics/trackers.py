@@ -1,15 +1,49 @@
-"""Metrics as JSON lines, from which progress table, curves and summary are made."""
+"""Destinations of metrics: JSON lines always, others by the sections of `tracking`."""
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any, Final, Protocol
 
-from slipstream.learner.metrics.trackers.base import Record
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.registry import Registry
+from slipstream.configs.schema.run import TrackingConfig
 
-LONGEST_LINE_BYTES = 1 << 20
+LONGEST_LINE_BYTES: Final = 1 << 20
+TRACKERS: Final = Registry("tracker", {"swanlab": "slipstream.learner.metrics.swanlab:SwanlabTracker"})
+"""Trackers besides `metrics.jsonl`, by their section of `tracking`."""
+
+Record = Mapping[str, float | int | str]
+"""One measurement; its key `kind` is `step`, `eval` or `finish`."""
+
+
+class Tracker(Protocol):
+    """A destination of metrics."""
+
+    def log(self, record: Record) -> None:
+        """Stores or sends one record; must not block on a network."""
+
+    def close(self) -> None:
+        """Flushes; nothing is logged afterwards."""
+
+
+def build_trackers(
+    paths: RunPaths, tracking: TrackingConfig, *, run: str, recorded: Mapping[str, Any]
+) -> list[Tracker]:
+    """JSONL always, and each tracker that is configured.
+
+    Args:
+        recorded: the configuration that a tracker records.
+
+    Raises: ConfigError when a configured tracker is not installed or can't start.
+    """
+    configured = {name: settings for name, settings in tracking if settings is not None}
+    others = [TRACKERS.load(name)(settings, paths, run=run, recorded=recorded) for name, settings in configured.items()]
+    return [JsonlTracker(paths.metrics), *others]
 
 
 class JsonlTracker:

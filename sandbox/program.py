@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from slipstream.configs.runtime.sandbox.process import (
+from slipstream.sandbox.process import (
     START_S,
     Ended,
     Interpreter,

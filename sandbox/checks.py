@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-from slipstream.configs.runtime.sandbox.inside import answer, judge
-from slipstream.configs.runtime.sandbox.process import (
+from slipstream.sandbox.inside import answer, judge
+from slipstream.sandbox.process import (
     START_S,
     Interpreter,
     Outputs,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.runtime.sandbox import SandboxUnavailable, interpreter, run_python
-from slipstream.configs.runtime.sandbox.interpreter import find_interpreter
+from slipstream.sandbox import SandboxUnavailable, interpreter, run_python
+from slipstream.sandbox.interpreter import find_interpreter
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 SYSTEM = "/usr/bin/python3"

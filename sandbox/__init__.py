@@ -5,11 +5,11 @@ but its own. Started by root it runs as a user of its own, because RLIMIT_NPROC 
 processes of a user. Needs bubblewrap 0.8 and user namespaces.
 """
 
-from slipstream.configs.runtime.sandbox.checks import Check, Outcome, imports_of
-from slipstream.configs.runtime.sandbox.interpreter import find_interpreter
-from slipstream.configs.runtime.sandbox.process import FIRST_USER, START_S, SandboxLimits, SandboxUnavailable
-from slipstream.configs.runtime.sandbox.program import SandboxResult
-from slipstream.configs.runtime.sandbox.run import run_checks, run_python
+from slipstream.sandbox.checks import Check, Outcome, imports_of
+from slipstream.sandbox.interpreter import find_interpreter
+from slipstream.sandbox.process import FIRST_USER, START_S, SandboxLimits, SandboxUnavailable
+from slipstream.sandbox.program import SandboxResult
+from slipstream.sandbox.run import run_checks, run_python
 
 __all__ = [
     "FIRST_USER",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from slipstream.configs.runtime.sandbox.inside.remote import Closed, Peer
+from slipstream.sandbox.inside.remote import Closed, Peer
 
 TYPE_CHECKING = False  # typing and collections.abc take as long to import as Python to start
 if TYPE_CHECKING:
