@@ -1,4 +1,4 @@
-"""Keys of verl and TRL, and the keys of this project in their place: `docs/coming-from.md` has the same table."""
+"""Keys of verl and TRL, and ours in their place. `docs/reference/foreign-keys.md` is generated from this table."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final

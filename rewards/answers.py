@@ -1,7 +1,7 @@
 r"""Final answers: where a text has one, the number that it gives, and the majority of several.
 
 A text is read as a number only if it holds one number, or one right of its last `=`; the rest must be words or units.
-`docs/guide.md` has the table of examples.
+`tests/rewards/functions/math_answers.md` has examples.
 """
 
 import re

@@ -26,7 +26,7 @@ class AdvantageSection(NamedSection):
 
 
 class GrpoConfig(AdvantageSection):
-    """Rewards relative to the group, in units of its spread (arXiv 2402.03300)."""
+    """(r - mean) / (std + 1e-6) of the group's rewards r, sample std (arXiv 2402.03300)."""
 
     target: ClassVar[str] = _GROUP + "grpo"
     group_relative: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class GrpoConfig(AdvantageSection):
 
 
 class DrGrpoConfig(AdvantageSection):
-    """Rewards relative to the group's mean, not scaled (arXiv 2503.20783)."""
+    """r - mean of the group's rewards r (arXiv 2503.20783)."""
 
     target: ClassVar[str] = _GROUP + "dr_grpo"
     group_relative: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class GdpoConfig(AdvantageSection):
 
 
 class RlooConfig(AdvantageSection):
-    """Rewards relative to the mean of the group's other answers (arXiv 2402.14740)."""
+    """r - mean of the rewards of the group's other answers (arXiv 2402.14740)."""
 
     target: ClassVar[str] = _GROUP + "rloo"
     group_relative: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class RlooConfig(AdvantageSection):
 
 
 class OpoConfig(AdvantageSection):
-    """Rewards relative to the group's mean weighted by length (arXiv 2505.23585)."""
+    """r - the group's mean weighted by length (arXiv 2505.23585)."""
 
     target: ClassVar[str] = _GROUP + "opo"
     group_relative: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class OpoConfig(AdvantageSection):
 
 
 class RemaxConfig(AdvantageSection):
-    """Rewards relative to the reward of a greedy answer to the same task (arXiv 2310.10505)."""
+    """r - reward of a greedy answer to the same task (arXiv 2310.10505)."""
 
     target: ClassVar[str] = _RETURNS + "remax"
     name: Literal["remax"]
@@ -92,7 +92,7 @@ class ReinforcePlusPlusConfig(AdvantageSection):
 
 
 class ReinforcePlusPlusBaselineConfig(AdvantageSection):
-    """Rewards relative to the group's mean, whitened over the batch (arXiv 2501.03262)."""
+    """r - mean of the group, whitened over the batch (arXiv 2501.03262)."""
 
     target: ClassVar[str] = _GROUP + "reinforce_plus_plus_baseline"
     group_relative: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class ReinforcePlusPlusBaselineConfig(AdvantageSection):
 
 
 class GpgConfig(AdvantageSection):
-    """Rewards relative to the group's mean, scaled up for answers without a gradient (arXiv 2504.02546)."""
+    """(r - mean) · answers / answers with a gradient (arXiv 2504.02546)."""
 
     target: ClassVar[str] = _GROUP + "gpg"
     group_relative: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class GaeConfig(AdvantageSection):
 
 
 class OptimalTokenBaselineConfig(AdvantageSection):
-    """Rewards to go relative to the baseline that minimises the gradient's variance at each token."""
+    """Rewards to go minus the baseline of least gradient variance at each token (arXiv 2602.07078)."""
 
     target: ClassVar[str] = _RETURNS + "optimal_token_baseline"
     group_relative: ClassVar[bool] = True
@@ -200,7 +200,7 @@ class DualClip(RatioClip):
 
 
 class PpoConfig(DualClip):
-    """The clipped surrogate (arXiv 1707.06347)."""
+    """-min(ratio · A, clip(ratio) · A), ratio = π_θ/π_prox (arXiv 1707.06347)."""
 
     target: ClassVar[str] = _CLIPPED + "ppo"
     name: Literal["ppo"] = "ppo"
@@ -214,7 +214,7 @@ class DecoupledPpoConfig(DualClip):
 
 
 class GspoConfig(RatioClip):
-    """One ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
+    """`ppo` with one ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
 
     target: ClassVar[str] = _CLIPPED + "gspo"
     name: Literal["gspo"]
@@ -227,7 +227,7 @@ class GspoConfig(RatioClip):
 
 
 class CispoConfig(RatioClip):
-    """The ratio is a clipped weight of the log-prob, so that no token loses its gradient (arXiv 2506.13585)."""
+    """-clip(ratio) · A · log π_θ with a constant clip(ratio): no token loses its gradient (arXiv 2506.13585)."""
 
     target: ClassVar[str] = _CLIPPED + "cispo"
     name: Literal["cispo"]
