@@ -8,7 +8,7 @@ import pytest
 import zmq.asyncio
 
 from slipstream.buffer.handlers.inspection import Inspector
-from slipstream.buffer.service import ReceivedMessage, Receiver
+from slipstream.buffer.service import MessageReceiver, ReceivedMessage
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
@@ -20,10 +20,12 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected
 
 
 @contextlib.asynccontextmanager
-async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
+async def receiving(config: RunConfig) -> AsyncIterator[MessageReceiver]:
     context = zmq.asyncio.Context()
     try:
-        receiver = Receiver(Inspector(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        receiver = MessageReceiver(
+            Inspector(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20)
+        )
         task = asyncio.create_task(receiver.run())
         yield receiver
         await cancel_tasks(task)
@@ -32,23 +34,23 @@ async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
 
 
 @pytest.fixture
-async def receiver(config: RunConfig) -> AsyncIterator[Receiver]:
+async def receiver(config: RunConfig) -> AsyncIterator[MessageReceiver]:
     async with receiving(config) as receiver:
         yield receiver
 
 
 @pytest.fixture
-async def peer(config: RunConfig, receiver: Receiver) -> AsyncIterator[Peer]:
+async def peer(config: RunConfig, receiver: MessageReceiver) -> AsyncIterator[Peer]:
     async with connected(config) as peer:
         yield peer
 
 
-async def arrived(receiver: Receiver) -> ReceivedMessage:
+async def arrived(receiver: MessageReceiver) -> ReceivedMessage:
     async with asyncio.timeout(PATIENCE_S):
         return await receiver.next()
 
 
-async def test_delivery_is_inspected(receiver: Receiver, peer: Peer) -> None:
+async def test_delivery_is_inspected(receiver: MessageReceiver, peer: Peer) -> None:
     frame = encode(train_group("1"))
     await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
     arrival = await arrived(receiver)
@@ -59,13 +61,13 @@ async def test_delivery_is_inspected(receiver: Receiver, peer: Peer) -> None:
     assert isinstance(bad.result, FrameError)
 
 
-async def test_delivery_of_maximum_size(receiver: Receiver, peer: Peer) -> None:
+async def test_delivery_of_maximum_size(receiver: MessageReceiver, peer: Peer) -> None:
     ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
     await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
     assert [group.id for group in (await arrived(receiver)).groups] == ids
 
 
-async def test_invalid_messages_arrive_as_frame_errors(receiver: Receiver, peer: Peer) -> None:
+async def test_invalid_messages_arrive_as_frame_errors(receiver: MessageReceiver, peer: Peer) -> None:
     await peer.socket.send_multipart([b"nonsense"])
     await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
     for _ in range(2):

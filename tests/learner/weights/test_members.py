@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members
-from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
+from slipstream.learner.weights.members import Member, Roster, ServerRecord, choose_transport
 from slipstream.learner.weights.process_group import next_group
 
 ORDER = ("shm", "gloo", "stream", "file")
@@ -36,7 +36,7 @@ def joined(roster: Roster) -> Member:
 
 def member(*transports: str, host: str = "here", avoided: dict[str, float] | None = None) -> Member:
     join = heartbeat(*transports, host=host)
-    return Member(b"s", join, heard_at=0.0, version=0, staged=-1, record=Record(avoided=avoided or {}))
+    return Member(b"s", join, heard_at=0.0, version=0, staged=-1, record=ServerRecord(avoided=avoided or {}))
 
 
 def test_a_server_that_was_evicted_twice_in_a_row_stays_out() -> None:
