@@ -20,6 +20,7 @@ from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.plugin_code import plugin_code
 from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
@@ -198,3 +199,30 @@ def test_every_engine_of_a_run_has_its_own_seed() -> None:
     seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(2**62, name), 100)]
     assert len(set(seeds)) == 200
     assert all(0 <= seed < 2**32 for seed in seeds), "numpy's range"
+
+
+# --- the code of plug-ins in a server's hello -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "modules"),
+    [
+        ({}, []),
+        ({"rewards": [{"name": "style", "function": "code_a:style"}]}, ["code_a"]),
+        ({"rewards": [{"name": "code_a:style"}, {"name": "code_a:other"}]}, ["code_a"]),
+        ({"eval": {"reward": "code_a:style"}}, ["code_a"]),
+        ({"env": {"name": "code_a:Env", "tools": [{"name": "code_b:look"}]}}, ["code_a", "code_b"]),
+        ({"env": {"name": "mix", "options": {"envs": [{"name": "code_a:Env"}, {"name": "digits"}]}}}, ["code_a"]),
+        ({"rewards": [{"name": "by_source", "options": {"rewards": {"gsm8k": "code_b:x"}}}]}, ["code_b"]),
+        ({"rewards": [{"name": "judge", "options": {"url": "http://judge:80", "model": "no_such:x"}}]}, []),
+    ],
+)
+def test_hello_has_the_code_of_own_plugins(
+    settings: dict[str, Any], modules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("code_a", "code_b"):
+        (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = plugin_code(RunConfig.model_validate({"model": {"build": "digits"}, **settings}))
+    assert list(found) == [f"code of {module}" for module in modules]
+    assert all(found.values())

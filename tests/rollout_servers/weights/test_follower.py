@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 import zmq.asyncio
 
+from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
@@ -16,7 +18,7 @@ from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.transports.base import build_transports
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 from tests.conftest import free_port
@@ -313,3 +315,168 @@ async def test_stop_without_learner_ends(tmp_path: Path) -> None:
         await asyncio.wait([running])
     assert running.cancelled()
     context.destroy(linger=0)
+
+
+# --- versions that go straight into the engine, as a rollout server's side of the weight channel sees them ------------
+
+
+async def test_group_of_unknown_transport_is_refused(channel: Channel) -> None:
+    await channel.join()
+    form = w.Form(
+        transfer=3, epoch=8, transport="pigeon", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
+    )
+    failed = await channel.asked(form)
+    assert (type(failed), failed.transfer, failed.stage) == (w.Failed, 3, "form")
+    assert isinstance(await channel.asked(await channel.brought(1)), w.Applied)
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
+async def test_version_is_refused_when_engine_of_group_is_gone(channel: Channel, change: dict[str, Any]) -> None:
+    await channel.entered()
+    announce = channel.direct(1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    for name, value in change.items():
+        setattr(channel.engine, name, value)
+    assert isinstance(await channel.asked(announce), w.Failed)
+    joins = [await channel.join() for _ in range(2)]  # one may have been on its way
+    assert ("nccl" in joins[-1].transports) == channel.engine.ready
+
+
+async def test_direct_version_waits_for_evaluation_before_first_byte(
+    channel: Channel,
+) -> None:
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.entered()
+    announce = channel.direct(2)
+    await channel.told(announce)
+    for _ in range(2):  # one may have been on its way
+        assert isinstance(await channel.hears(w.Join, w.Ready), w.Join)
+    channel.member.hold.drained(1)
+    assert await channel.hears(w.Ready) == w.Ready(transfer=announce.transfer, version=2)
+    channel.member.hold.hold(1)  # whatever comes now, generation stands still
+    sending = w.Sending(transfer=announce.transfer, version=2)
+    assert isinstance(await channel.asked(sending), w.Loaded)
+    assert isinstance(await channel.asked(w.Apply(transfer=announce.transfer, version=2)), w.Applied)
+    assert channel.engine.given_up == []
+
+
+@pytest.mark.parametrize("then", ["evicted", "another group", "another version", "nothing"])
+async def test_engine_with_partial_version_fails_when_not_applied(channel: Channel, then: str) -> None:
+    await channel.entered()
+    apply = await channel.sent(channel.direct(1, deadline_s=0.1 if then == "nothing" else DEADLINE_S))
+    match then:
+        case "evicted":
+            await channel.told(w.Evicted(reason="silent", retry_s=1.0))
+        case "another group":
+            await channel.entered()
+        case "another version":
+            assert isinstance(await channel.asked(w.Apply(transfer=apply.transfer, version=2)), w.Failed)
+    async with asyncio.timeout(DEADLINE_S):
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
+
+
+async def test_engine_with_partial_version_fails_without_learner(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiving, gone = asyncio.Event(), asyncio.Event()
+
+    async def install(version: int, manifest: w.Manifest, source: DirectSource) -> None:
+        receiving.set()
+        await gone.wait()
+        await source.approval()
+
+    await channel.entered()
+    monkeypatch.setattr(channel.engine, "install", install)
+    announce = channel.direct(1, deadline_s=0.1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    await channel.told(w.Sending(transfer=announce.transfer, version=1))
+    async with asyncio.timeout(DEADLINE_S):
+        await receiving.wait()
+        channel.learner.close(linger=0)
+        while await channel.member._socket.poll(0, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
+            await asyncio.sleep(0.01)
+        gone.set()
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
+
+
+# --- a server stays on the version that is being evaluated ------------------------------------------------------------
+
+
+def ticket(name: str) -> m.Ticket:
+    return m.Ticket(id=name, kind=m.EVAL, epoch=0, indices=[0], samples=1, version=3)
+
+
+def holds(hold: EvaluationHold) -> bool:
+    """Its state; a function, because mypy takes a property's value for constant."""
+    return hold.active
+
+
+@pytest.fixture
+async def hold() -> EvaluationHold:
+    return EvaluationHold(hold_s=DEADLINE_S)
+
+
+async def test_an_evaluated_version_is_held_until_drained(hold: EvaluationHold) -> None:
+    assert not holds(hold)
+    hold.hold(3)
+    hold.drained(2)  # late, and of an earlier version
+    assert holds(hold)
+    hold.drained(3)
+    assert not holds(hold)
+    async with asyncio.timeout(DEADLINE_S):
+        await hold.released()
+
+
+async def test_a_drained_later_version_releases_earlier_ones(hold: EvaluationHold) -> None:
+    hold.hold(3)
+    hold.drained(5)
+    hold.drained(2)  # late, and of an earlier version
+    hold.hold(4)
+    assert not holds(hold)
+
+
+async def test_drained_version_is_held_while_tickets_are_open(hold: EvaluationHold) -> None:
+    hold.hold(3)
+    hold.started(ticket("a"))
+    hold.started(ticket("b"))
+    hold.drained(3)
+    hold.answered(ticket("a"))
+    assert holds(hold)
+    hold.answered(ticket("b"))
+    assert not holds(hold)
+
+
+async def test_a_change_is_signalled(hold: EvaluationHold) -> None:
+    for change, signalled in ((hold.hold, True), (hold.hold, False), (hold.drained, True), (hold.drained, False)):
+        change(3)
+        assert hold.changed.is_set() == signalled
+        hold.changed.clear()
+
+
+async def test_an_expired_hold_affects_no_later_version() -> None:
+    hold = EvaluationHold(hold_s=0.02)
+    hold.hold(3)
+    hold.started(ticket("a"))
+    async with asyncio.timeout(DEADLINE_S):
+        await hold.released()
+    assert not holds(hold)
+    hold.drained(3)
+    hold.hold(4)
+    assert holds(hold)
+
+
+async def test_each_hold_has_its_own_time() -> None:
+    """The timer of a hold that has ended does not end the next one."""
+    hold = EvaluationHold(hold_s=0.02)
+    hold.started(ticket("a"))
+    hold.answered(ticket("a"))
+    loop = asyncio.get_running_loop()
+    first_ends = loop.create_future()
+    loop.call_later(0.021, first_ends.set_result, None)
+    await asyncio.sleep(0)
+    hold._hold_s = DEADLINE_S
+    hold.started(ticket("b"))
+    await first_ends
+    assert holds(hold)
