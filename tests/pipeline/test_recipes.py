@@ -65,10 +65,12 @@ def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[
 
 
 def test_a_breached_throttle_brings_the_staleness_to_0(pipeline: Pipeline, forks: ForkServerContext) -> None:
-    overrides = ["eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16"]
-    overrides.append("learner.optimizer.warmup_steps=0")
-    throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
-    assert train(forks, pipeline, *overrides, throttle) == 0
+    overrides = (
+        "rollout.engine.name=hf", "eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1",
+        "learner.steps=16", "learner.optimizer.warmup_steps=0",
+        "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}",
+    )  # fmt: skip
+    assert train(forks, pipeline, *overrides) == 0
     steps = pipeline.records("step")
     assert [step["throttle/max_staleness"] for step in steps[-2:]] == [0, 0]
     assert steps[-1]["throttle/lr_scale"] < 1

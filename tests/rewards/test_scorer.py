@@ -157,10 +157,10 @@ async def test_wrong_unparsed_and_late_answers_differ_in_the_scores() -> None:
 
 async def test_hard_comparisons_cost_no_episode() -> None:
     pytest.importorskip("math_verify")
-    terms = [RewardConfig(name="math", options={"timeout_s": 1.0})]
-    subjects = [episode(rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}", reference="7+x") for base in range(2, 10)]
+    terms = [RewardConfig(name="math", options={"timeout_s": 0.3})]
+    subjects = [episode(rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}", reference="7+x") for base in range(2, 6)]
     with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
-        assert math_scores(await scorer.score(subjects)) == [(0, 1, 1)] * 8
+        assert math_scores(await scorer.score(subjects)) == [(0, 1, 1)] * 4
 
 
 def math_scores(results: Sequence[EpisodeReward | Failure]) -> list[tuple[float, ...]]:
