@@ -179,12 +179,10 @@ async def test_error_costs_its_episode(runner: Runner) -> None:
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        ("hangs_if_asked", 1),
-        ("sticks_in_c_if_asked", 1),
-        ("hangs_in_the_loop_if_asked", 1),
+        ("hangs_if_asked", 1), ("sticks_in_c_if_asked", 1), ("hangs_in_the_loop_if_asked", 1),
         ("hangs_in_the_loop_if_asked", 0),
     ],
-)
+)  # fmt: skip
 async def test_hanging_call_costs_its_episode(name: str, workers: int) -> None:
     with pool(name, workers=workers, deadline_s=2.0) as score:
         assert await score("fine", "hang", "fine") == {name: [1.0, "reward_timeout", 1.0]}

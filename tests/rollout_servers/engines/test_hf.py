@@ -87,11 +87,7 @@ def settings(folder: Path, max_tokens: int = 40, dtype: str = "float32", **secti
     engine = {"name": "hf", "max_model_len": CONTEXT, "max_sequences": 8, **sections.pop("engine", {})}
     sampling = {"max_tokens": max_tokens, "temperature": 0.7, "ignore_eos": True}
     config = RunConfig.model_validate(
-        {
-            "model": {"path": folder, "dtype": dtype},
-            "rollout": {"engine": engine, "sampling": sampling},
-            **sections,
-        }
+        {"model": {"path": folder, "dtype": dtype}, "rollout": {"engine": engine, "sampling": sampling}, **sections}
     )
     return EngineSettings.from_config(config, folder, eos_token_ids=())
 

@@ -64,9 +64,7 @@ async def test_calls_run_and_their_results_are_observed(model: Path) -> None:
 
 
 async def test_unavailable_tool_fails_the_group_with_its_reason(model: Path) -> None:
-    env = build_env(
-        EnvConfig(options={"operation": "add"}, tools=(ToolConfig(name=f"{__name__}:closed_shop"),)),
-    )
+    env = build_env(EnvConfig(options={"operation": "add"}, tools=(ToolConfig(name=f"{__name__}:closed_shop"),)))
     call = '<tool_call>{"name": "closed_shop", "arguments": {"goods": "eggs"}}</tool_call><|im_end|>'
     engine = Scripted([chat_answer(Tokenizer(model), call)])
     player = build_player(run_config(model, sampling={"max_tokens": 1000}), model, engine, env=env)

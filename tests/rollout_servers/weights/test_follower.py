@@ -342,9 +342,7 @@ async def test_version_is_refused_when_engine_of_group_is_gone(channel: Channel,
     assert ("nccl" in joins[-1].transports) == channel.engine.ready
 
 
-async def test_direct_version_waits_for_evaluation_before_first_byte(
-    channel: Channel,
-) -> None:
+async def test_direct_version_waits_for_evaluation_before_first_byte(channel: Channel) -> None:
     await channel.asked(await channel.brought(1, evaluate=True))
     await channel.entered()
     announce = channel.direct(2)

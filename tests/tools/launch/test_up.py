@@ -108,11 +108,7 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [
-        (["--fresh", "security.keys=absent"], "absent"),
-        (["--fresh", *CHAT], "no chat template"),
-        ([], "--fresh"),
-    ],
+    [(["--fresh", "security.keys=absent"], "absent"), (["--fresh", *CHAT], "no chat template"), ([], "--fresh")],
     ids=["keys", "prompt", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:

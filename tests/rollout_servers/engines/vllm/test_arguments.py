@@ -57,8 +57,7 @@ def test_stale_cache_disables_prefix_caching(stale: bool, arguments: dict[str, b
 
 
 @pytest.mark.parametrize(
-    ("context", "options", "enabled"),
-    [(128, {}, False), (129, {}, None), (128, {"enable_prefix_caching": True}, True)],
+    ("context", "options", "enabled"), [(128, {}, False), (129, {}, None), (128, {"enable_prefix_caching": True}, True)]
 )
 def test_context_within_a_block_disables_prefix_caching(
     context: int, options: dict[str, object], enabled: bool | None
@@ -99,12 +98,10 @@ def test_adapters_go_by_host_memory() -> None:
 @pytest.mark.parametrize(
     ("stale", "option", "value"),
     [
-        (False, "logprobs_mode", "raw_logprobs"),
-        (False, "seed", 7),
-        (False, "skip_tokenizer_init", False),
+        (False, "logprobs_mode", "raw_logprobs"), (False, "seed", 7), (False, "skip_tokenizer_init", False),
         (True, "enable_prefix_caching", True),
     ],
-)
+)  # fmt: skip
 def test_options_that_falsify_answers_are_refused(stale: bool, option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"options\.{option}={value}: .* {option}="):
         engine_arguments(settings({option: value}, stale=stale), gpu=True)
