@@ -28,28 +28,35 @@ from tests.rollout_servers.scripted import ScriptedEngine
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
+def test_unusable_model_is_reported_and_logged(tmp_path: Path) -> None:
+    override = "model={path: /nowhere}"
+    command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert result.returncode == 1
+    assert "model.path=/nowhere" in result.stderr
+    assert "engine starts" not in result.stderr
+    assert "Traceback" not in result.stderr
+    (log,) = (tmp_path / "demo" / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert "model.path=/nowhere" in lines[-1]["error"]
+    assert {line["server"] for line in lines} == {log.stem}
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
         ("env.name=digitz", "'digitz'"),
         ("buffer.filters=[{name: dynamic_sampling, score: env}]", "'env'"),
         ("rewards=[{name: exact_macht}]", "'exact_macht'"),
-        ("model={path: /nowhere}", "model.path=/nowhere"),
         ("security.keys=/nowhere", "/nowhere/rollout.key_secret"),
     ],
-    ids=["env", "filter", "reward", "model", "keys"],
 )
-def test_unusable_names_are_reported_before_the_engine_starts(override: str, named: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    assert result.returncode == 1
-    assert named in result.stderr
-    assert "engine starts" not in result.stderr
-    assert "Traceback" not in result.stderr
-    (log,) = (tmp_path / "demo" / "logs").iterdir()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert named in lines[-1]["error"]
-    assert {line["server"] for line in lines} == {log.stem}
+async def test_unusable_names_are_refused_before_the_engine_starts(
+    override: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "start_engine", None)
+    with pytest.raises(ConfigError, match=named):
+        await serve(load_config(DEMO, [override]), "server-1")
 
 
 def test_server_hides_secrets_from_what_it_runs(tmp_path: Path) -> None:
