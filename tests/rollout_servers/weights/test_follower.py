@@ -1,7 +1,8 @@
 """A rollout server's side of the weight channel, against a learner driven by hand."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
@@ -40,48 +40,66 @@ async def test_heartbeat_has_identity_versions_and_transports(channel: Channel) 
     assert (joins[-1].version, joins[-1].staged) == (3, 3)
 
 
-async def test_late_learner_gets_current_heartbeat(tmp_path: Path) -> None:
-    config, engine = following(tmp_path), LastingEngine()
+@asynccontextmanager
+async def running(config: RunConfig, engine: LastingEngine, hold: EvaluationHold) -> AsyncIterator[None]:
+    """A rollout server's side of the channel, without a learner."""
     context = zmq.asyncio.Context()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=asyncio.Event().set)
-    running = asyncio.create_task(member.run(context))
-    for _ in range(10):  # now it would have told somebody
+    member = WeightFollower(config, "server-1", engine, hold, on_applied=lambda: None)
+    task = asyncio.create_task(member.run(context))
+    for _ in range(10):  # now it would have sent a heartbeat
         await asyncio.sleep(0)
-    engine.incarnation, engine.version = "second", 7
-    with bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20) as learner:
-        async with asyncio.timeout(DEADLINE_S):
-            _, frame = await learner.recv_multipart()
+    yield
+    task.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def learning(folder: Path, engine: LastingEngine, hold: EvaluationHold, **weights: str) -> AsyncIterator[Learner]:
+    """The learner of a server that runs."""
+    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
+    sections = {"model": {"path": folder}, "weights": {"deadline_s": DEADLINE_S, **weights, **ports}}
+    config = RunConfig.model_validate({"run": {"name": f"members-{folder.name}"}, **sections})
+    async with running(config, engine, hold):
+        publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+        learner = Learner(config, publisher)
+        await asyncio.to_thread(gathered, learner, "server-1")
+        yield learner
+    await asyncio.to_thread(learner.close)
+
+
+async def test_late_learner_gets_current_heartbeat(tmp_path: Path, hold: EvaluationHold) -> None:
+    config, engine, context = following(tmp_path), LastingEngine(), zmq.asyncio.Context()
+    address = f"tcp://127.0.0.1:{config.weights.control_port}"
+    async with running(config, engine, hold):
+        engine.incarnation, engine.version = "second", 7
+        with bind_router(context, address, max_message_bytes=1 << 20) as learner:
+            async with asyncio.timeout(DEADLINE_S):
+                _, frame = await learner.recv_multipart()
     join = decode(frame, w.FromServer)
     assert isinstance(join, w.Join)
     assert (join.incarnation, join.version) == ("second", 7)
-    running.cancel()
-    await asyncio.wait([running])
     context.destroy(linger=0)
+
+
+async def test_stop_without_learner_ends(tmp_path: Path, hold: EvaluationHold) -> None:
+    async with running(following(tmp_path), LastingEngine(), hold):
+        pass
 
 
 @needs_ipv6
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
 @pytest.mark.parametrize("bind", ["::1", "::"])
-async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: str, bind: str) -> None:
-    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
-    weights = {"host": "::1", "bind": bind, "transport": transport, "deadline_s": DEADLINE_S, **ports}
-    config = RunConfig.model_validate(
-        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
-    )
-    context, engine = zmq.asyncio.Context(), LastingEngine()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=lambda: None)
-    running = asyncio.create_task(member.run(context))
-    learner = Learner(
-        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
-    )
-    await asyncio.to_thread(gathered, learner, "server-1")
-    await asyncio.to_thread(learner.publish, 1)
-    await asyncio.to_thread(learner.wait)
-    assert (engine.version, learner.members()) == (1, {"server-1"})
-    running.cancel()
-    await asyncio.wait([running])
-    await asyncio.to_thread(learner.close)
-    context.destroy(linger=0)
+async def test_control_and_weights_travel_over_ipv6(
+    tmp_path: Path, hold: EvaluationHold, transport: str, bind: str
+) -> None:
+    engine = LastingEngine()
+    async with learning(tmp_path, engine, hold, host="::1", bind=bind, transport=transport) as learner:
+        await asyncio.to_thread(learner.publish, 1)
+        await asyncio.to_thread(learner.wait)
+        assert (engine.version, learner.members()) == (1, {"server-1"})
 
 
 async def test_version_is_received_on_announce_installed_on_apply(channel: Channel) -> None:
@@ -251,31 +269,17 @@ async def test_heartbeat_reports_the_hold_before_the_update(channel: Channel) ->
         pass
 
 
-async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Path) -> None:
-    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
-    weights = {"transport": "stream", "deadline_s": DEADLINE_S, **ports}
-    config = RunConfig.model_validate(
-        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
-    )
-    context, engine, hold = zmq.asyncio.Context(), LastingEngine(), EvaluationHold(hold_s=DEADLINE_S)
-    member = WeightFollower(config, "server-1", engine, hold, on_applied=lambda: None)
-    running = asyncio.create_task(member.run(context))
-    learner = Learner(
-        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
-    )
-    await asyncio.to_thread(gathered, learner, "server-1")
-    hold.hold(0)
-    await asyncio.to_thread(wait_until, lambda: all(member.holding for member in learner.publisher._roster))
-    for version in (1, 2, 3):
-        await asyncio.to_thread(learner.publish, version)  # returns: training goes on
-    assert engine.installed == []
-    hold.drained(0)
-    await asyncio.to_thread(learner.wait)
-    assert (engine.version, len(engine.installed), learner.publisher.figures.evictions) == (3, 1, 0)
-    running.cancel()
-    await asyncio.wait([running])
-    await asyncio.to_thread(learner.close)
-    context.destroy(linger=0)
+async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Path, hold: EvaluationHold) -> None:
+    engine = LastingEngine()
+    async with learning(tmp_path, engine, hold, transport="stream") as learner:
+        hold.hold(0)
+        await asyncio.to_thread(wait_until, lambda: all(member.holding for member in learner.publisher._roster))
+        for version in (1, 2, 3):
+            await asyncio.to_thread(learner.publish, version)  # returns: training goes on
+        assert engine.installed == []
+        hold.drained(0)
+        await asyncio.to_thread(learner.wait)
+        assert (engine.version, len(engine.installed), learner.publisher.figures.evictions) == (3, 1, 0)
 
 
 async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Channel) -> None:
@@ -300,21 +304,6 @@ async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None
 async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) -> None:
     channel.running.cancel()
     assert await channel.hears(w.Leave) == w.Leave()
-
-
-async def test_stop_without_learner_ends(tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
-    member = WeightFollower(
-        following(tmp_path), "server-1", LastingEngine(), EvaluationHold(hold_s=60.0), on_applied=lambda: None
-    )
-    running = asyncio.create_task(member.run(context))
-    async with asyncio.timeout(DEADLINE_S):
-        while not hasattr(member, "_socket"):
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait([running])
-    assert running.cancelled()
-    context.destroy(linger=0)
 
 
 # --- versions that go straight into the engine, as a rollout server's side of the weight channel sees them ------------
@@ -397,84 +386,3 @@ async def test_engine_with_partial_version_fails_without_learner(
         gone.set()
         await channel.engine.failed.wait()
     assert len(channel.engine.given_up) == 1
-
-
-# --- a server stays on the version that is being evaluated ------------------------------------------------------------
-
-
-def ticket(name: str) -> m.Ticket:
-    return m.Ticket(id=name, kind=m.EVAL, epoch=0, indices=[0], samples=1, version=3)
-
-
-def holds(hold: EvaluationHold) -> bool:
-    """Its state; a function, because mypy takes a property's value for constant."""
-    return hold.active
-
-
-@pytest.fixture
-async def hold() -> EvaluationHold:
-    return EvaluationHold(hold_s=DEADLINE_S)
-
-
-async def test_an_evaluated_version_is_held_until_drained(hold: EvaluationHold) -> None:
-    assert not holds(hold)
-    hold.hold(3)
-    hold.drained(2)  # late, and of an earlier version
-    assert holds(hold)
-    hold.drained(3)
-    assert not holds(hold)
-    async with asyncio.timeout(DEADLINE_S):
-        await hold.released()
-
-
-async def test_a_drained_later_version_releases_earlier_ones(hold: EvaluationHold) -> None:
-    hold.hold(3)
-    hold.drained(5)
-    hold.drained(2)  # late, and of an earlier version
-    hold.hold(4)
-    assert not holds(hold)
-
-
-async def test_drained_version_is_held_while_tickets_are_open(hold: EvaluationHold) -> None:
-    hold.hold(3)
-    hold.started(ticket("a"))
-    hold.started(ticket("b"))
-    hold.drained(3)
-    hold.answered(ticket("a"))
-    assert holds(hold)
-    hold.answered(ticket("b"))
-    assert not holds(hold)
-
-
-async def test_a_change_is_signalled(hold: EvaluationHold) -> None:
-    for change, signalled in ((hold.hold, True), (hold.hold, False), (hold.drained, True), (hold.drained, False)):
-        change(3)
-        assert hold.changed.is_set() == signalled
-        hold.changed.clear()
-
-
-async def test_an_expired_hold_affects_no_later_version() -> None:
-    hold = EvaluationHold(hold_s=0.02)
-    hold.hold(3)
-    hold.started(ticket("a"))
-    async with asyncio.timeout(DEADLINE_S):
-        await hold.released()
-    assert not holds(hold)
-    hold.drained(3)
-    hold.hold(4)
-    assert holds(hold)
-
-
-async def test_each_hold_has_its_own_time() -> None:
-    """The timer of a hold that has ended does not end the next one."""
-    hold = EvaluationHold(hold_s=0.02)
-    hold.started(ticket("a"))
-    hold.answered(ticket("a"))
-    loop = asyncio.get_running_loop()
-    first_ends = loop.create_future()
-    loop.call_later(0.021, first_ends.set_result, None)
-    await asyncio.sleep(0)
-    hold._hold_s = DEADLINE_S
-    hold.started(ticket("b"))
-    await first_ends
-    assert holds(hold)
