@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := learner rollout_servers models buffer rewards env configs tools
+PACKAGES := learner rollout_servers models buffer rewards env sandbox configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 # The files that pip downloads, as they come, and its last line.
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"

@@ -6,7 +6,7 @@ The folders at the root of the checkout are installed below `slipstream`, becaus
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("learner", "rollout_servers", "models", "buffer", "rewards", "env", "configs", "tools")
+FOLDERS = ("learner", "rollout_servers", "models", "buffer", "rewards", "env", "sandbox", "configs", "tools")
 
 setup(
     # Searched, not listed: a sub-package missing from a static list would silently be missing from the wheel.

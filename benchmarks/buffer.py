@@ -130,7 +130,7 @@ async def spilled_memory(workers: BufferWorkers, *, groups: int) -> list[Figure]
         async def note_memory() -> None:
             used.append((await redis.info("memory"))["used_memory"])
 
-        ledger = Ledger.from_config(redis, config)
+        ledger = Ledger(redis, config)
         spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill))
         await ledger.join("bench", "bench")
         await note_memory()
@@ -176,7 +176,7 @@ async def _lease_times(workers: BufferWorkers, sampler: str, ready: Sequence[int
     async with connect_async(workers.config().redis) as redis:
         for count in ready:
             config = workers.config(sampler=sampler, max_ready=None)
-            filled[count] = Ledger.from_config(redis, config)
+            filled[count] = Ledger(redis, config)
             await _fill(workers, filled[count], config.buffer.sampler, count)
         for step in range(LEASES):
             workers.check()

@@ -12,9 +12,8 @@ import redis
 
 from benchmarks.producer import Report, Workload
 from benchmarks.workers import REDIS_DEADLINE_S, Worker, Workers, cpu_s, free_port
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient, new_incarnation
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
@@ -180,7 +179,7 @@ class Pipeline:
         if (step + 1) % STEPS_PER_CHECKPOINT == 0:
             self._control.checkpointed(step + 1)
 
-    def _lease(self, step: int) -> Lease:
+    def _lease(self, step: int) -> LeasedGroups:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             self._workers.check()

@@ -21,7 +21,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.models.load import ModelOptions, load_model
-from slipstream.learner.models.moe import expert_figures
+from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.rollout_servers.engines.base import Request
@@ -95,7 +95,7 @@ def deviations(config: RunConfig, model: Path, answers: Sequence[Trajectory], wo
         scored_A = score_actions(policy, batch, temperature=1.0).logprobs_A.detach()
         rows = [torch.from_numpy(behaviour_logprobs(answers[int(row)]).copy())[PROMPT_TOKENS:] for row in batch.rows_B]
         found.append((scored_A - torch.cat(rows)).abs())
-    return torch.cat(found), expert_figures(policy, world).get("experts/changed", 0.0)
+    return torch.cat(found), expert_metrics(policy, world).get("experts/changed", 0.0)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

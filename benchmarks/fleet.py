@@ -16,7 +16,7 @@ from benchmarks.buffer_run import BufferWorkers
 from benchmarks.figures import Figure, Figures, Goal
 from benchmarks.producer import HEARTBEAT_S, hello, played, trajectories
 from benchmarks.workers import cpu_s
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close

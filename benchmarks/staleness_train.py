@@ -24,7 +24,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.env.registry import build_env
-from slipstream.learner.data.buffer_feed import build_step, deal
+from slipstream.learner.data.buffer_feed import build_step, partition_groups
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.rl.parts import build_train_step
@@ -34,8 +34,7 @@ from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.base import Prompt
-from slipstream.rollout_servers.rollouts.single_turn import answered
+from slipstream.rollout_servers.rollouts.base import Prompt, answered
 from slipstream.rollout_servers.tokenizer import Tokenizer
 
 KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_norm", "lr")
@@ -63,8 +62,8 @@ def _run(train_step: TrainStep, lag: int, generate: Callable[[int], Sequence[Gro
     queue = DelayQueue(generate)
     for step in range(learner.steps):
         groups = queue.take(step, lag=lag)
-        dealt = deal(len(groups), updates=learner.updates_per_step, rank=0, world_size=1)
-        weighted_groups = [[(groups[index], 1.0) for index in indices] for indices in dealt]
+        assigned = partition_groups(len(groups), updates=learner.updates_per_step, rank=0, world_size=1)
+        weighted_groups = [[(groups[index], 1.0) for index in indices] for indices in assigned]
         data = build_step(
             weighted_groups,
             token_budget=learner.token_budget,

@@ -24,7 +24,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.learner.cli import end_process
-from slipstream.learner.data.balance import SequenceCost, share_out
+from slipstream.learner.data.balance import SequenceCost, balance_groups
 from slipstream.learner.data.buffer_feed import StepData, build_step
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
@@ -184,14 +184,14 @@ def _step_data(lengths: Sequence[int], case: Case, cost: SequenceCost, world: Wo
     rng = np.random.default_rng(0)
     vocabulary = json.loads((Path(case.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     groups = [_group(rng.integers(4, vocabulary, length), number) for number, length in enumerate(lengths)]
-    shares, level = share_out([[length - 1] for length in lengths], world.size, budget=case.token_budget, cost=cost)
+    shares, plan = balance_groups([[length - 1] for length in lengths], world.size, budget=case.token_budget, cost=cost)
     return build_step(
         [[(groups[index], 1.0) for index in shares[world.rank]]],
         token_budget=case.token_budget,
         rewards=[],
         step=1,
         consuming_version=0,
-        levels=[level] if world.size > 1 else None,
+        plans=[plan] if world.size > 1 else None,
     )
 
 

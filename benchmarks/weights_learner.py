@@ -20,7 +20,7 @@ from slipstream.learner.models import attention
 from slipstream.learner.models.lora import add_adapters
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 
 DEADLINE_S = 120.0
 CONTEXT = 1024
@@ -161,7 +161,7 @@ class Learner:
     @property
     def updates(self) -> int:
         """Number of updates that servers have applied."""
-        return len(self.publisher.figures.stalls_s)
+        return len(self.publisher.metrics.stalls_s)
 
     def train(self) -> None:
         """Changes the policy."""
@@ -172,7 +172,7 @@ class Learner:
 
         Raises: SlipstreamError when a server was evicted.
         """
-        figures = self.publisher.figures
+        figures = self.publisher.metrics
         evictions = figures.evictions
         started = time.perf_counter()
         self._version += 1
@@ -196,7 +196,7 @@ class Learner:
         """
         if not any(transport.broadcast for transport in TRANSPORTS.values() if transport.key == self._transport):
             return
-        if self.publisher.figures.unreached:
+        if self.publisher.metrics.unreached:
             raise SlipstreamError(f"versions don't arrive through {self._transport}; see the log for the reason")
         for transport in TRANSPORTS.values():
             if not transport.broadcast:

@@ -18,7 +18,7 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.weights.protocol import Announce, Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import Transports, build_transports
+from slipstream.learner.weights.transports import Transports, build_transports
 
 WHOLE = ("gloo", "shm", "file", "stream")
 DELTAS = ("file", "stream")

@@ -153,7 +153,7 @@ def generation(workers: Workers, figures: Figures, case: Case, *, rounds: int, s
             worker.send("generate", seconds, case.concurrency)
             published += _train(workers, learner, seconds, publish=updates)
             tokens_per_s[updates].append(worker.receive())
-        stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
+        stalls_s = list(learner.publisher.metrics.stalls_s)[-len(published) :]
     without, with_updates = tokens_per_s[False], tokens_per_s[True]
     ratio = median(b / a for a, b in zip(without, with_updates, strict=True))
     figures.show(

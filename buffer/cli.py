@@ -44,7 +44,6 @@ async def serve(config: "RunConfig") -> int:
     import zmq.asyncio
     from redis.exceptions import RedisError
 
-    from slipstream.buffer.policies.admission import expect_use
     from slipstream.buffer.service import BufferService
     from slipstream.buffer.store.ledger import Ledger
     from slipstream.buffer.store.redis import Outage, connect_async, redis_error
@@ -61,18 +60,12 @@ async def serve(config: "RunConfig") -> int:
     context = zmq.asyncio.Context()
     buffer = config.buffer
     socket = bind_router(context, buffer.bind, max_message_bytes=MAX_MESSAGE_BYTES, keys=keys, endpoint=buffer.endpoint)
-    service = BufferService(config, Ledger.from_config(client, config), socket, outage)
+    service = BufferService(config, Ledger(client, config), socket, outage)
     serving = asyncio.create_task(service.run())
     signals: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(signals.get())
     add_stop_handler(signals.put_nowait)
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
-    expected = expect_use(
-        config.buffer,
-        groups_per_step=config.learner.groups_per_step,
-        publish_every_steps=config.weights.publish_every_steps,
-    )
-    log.info("use of groups estimated", bottleneck="learner", **expected.log_fields)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel_tasks(serving)

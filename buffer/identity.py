@@ -64,8 +64,9 @@ def wrong_run_error(own: str, role: str, run: str) -> str:
 
 def identity_change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
     """The first difference from the run's fixed identity, with a remedy; None if there is none."""
-    found = agreement.find_difference(mine, fixed, "since the run began", SERVER_IDENTITY_KEYS)
-    return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
+    difference = agreement.find_difference(mine, fixed, "since the run began", SERVER_IDENTITY_KEYS)
+    remedy = "restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
+    return difference and f"{difference}; {remedy}"
 
 
 def host_difference(
@@ -95,8 +96,8 @@ def settings_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> st
 
     Either of the two may have been restarted with another configuration.
     """
-    found = agreement.find_difference(theirs, own, "with the buffer", SERVER_IDENTITY_KEYS)
-    return found and f"{found}; give both the same configuration and restart the one that had the wrong one"
+    difference = agreement.find_difference(theirs, own, "with the buffer", SERVER_IDENTITY_KEYS)
+    return difference and f"{difference}; give both the same configuration and restart the one that had the wrong one"
 
 
 def require_same_identity(config: RunConfig, fixed: Mapping[str, str]) -> None:
@@ -104,9 +105,9 @@ def require_same_identity(config: RunConfig, fixed: Mapping[str, str]) -> None:
 
     Of the env only the name is compared: servers report the hash of its tasks.
     """
-    found = identity_change({**config_identity(config), "env": config.env.name}, fixed)
-    if found:
-        raise ConfigError(f"run {config.run.name!r}: {found}")
+    change = identity_change({**config_identity(config), "env": config.env.name}, fixed)
+    if change:
+        raise ConfigError(f"run {config.run.name!r}: {change}")
 
 
 def require_unknown_incarnation(incarnation: str, known: str, difference: str) -> None:

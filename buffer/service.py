@@ -13,11 +13,11 @@ import zmq.asyncio
 from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
-from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
-from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, Inspected, inspect
+from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, Sender, prober
-from slipstream.buffer.handlers.rollout import RolloutHandler
+from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory
@@ -67,8 +67,8 @@ class ReceivedMessage:
 class Receiver:
     """Receives, decodes and inspects messages in order, while earlier ones wait for Redis."""
 
-    def __init__(self, settings: IngestSettings, socket: zmq.asyncio.Socket) -> None:
-        self._settings = settings
+    def __init__(self, inspector: Inspector, socket: zmq.asyncio.Socket) -> None:
+        self._inspector = inspector
         self._socket = socket
         self._received: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
 
@@ -99,7 +99,7 @@ class Receiver:
     def _inspect(self, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
         if len(blobs) != len(delivery.ids):
             raise FrameError(f"{len(delivery.ids)} groups announced, {len(blobs)} sent")
-        return [inspect(group_id, blob, self._settings) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
+        return [self._inspector.inspect(group_id, blob) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
 
 
 class BufferService:
@@ -122,10 +122,10 @@ class BufferService:
         self._send = Sender(socket, self._gone)
         self._memory = MemoryGuard()
         self._outage = outage
-        self._receiver = Receiver(IngestSettings.from_config(config), socket)
-        self._spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill), spill_bytes=ledger.rules.spill_bytes)
+        self._receiver = Receiver(Inspector(config), socket)
+        self._spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill), spill_bytes=ledger.spill_bytes)
         self._lease_queue = LeaseQueue(ledger, self._spiller, self._memory, self._send)
-        self.fleet = Fleet(FleetSettings.from_config(config), ledger, self._send, self._memory)
+        self.fleet = Fleet(config, ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
         self._rollout = RolloutHandler(agreement.server_settings(config), ledger, self.fleet, self._ingest, self._send)

@@ -1,4 +1,4 @@
-"""Keys of verl and TRL, and the keys of this project in their place: `docs/coming-from.md` has the same table."""
+"""Keys of verl and TRL, and ours in their place. `docs/reference/foreign-keys.md` is generated from this table."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -60,7 +60,7 @@ VERL: Final[Mapping[str, str]] = {
     "trainer.n_gpus_per_node": "nothing: the number of ranks that torchrun starts",
     "trainer.nnodes": "nothing: the number of ranks that torchrun starts",
 }  # fmt: skip
-"""By dotted path."""
+"""Keys of verl, by dotted path."""
 TRL: Final[Mapping[str, str]] = {
     "model_name_or_path": "model.path",
     "dataset_name": "env.options.path (env rows)",
@@ -103,7 +103,7 @@ TRL: Final[Mapping[str, str]] = {
     "eval_steps": "eval.every_steps",
     "peft_config": "model.lora",
 }  # fmt: skip
-"""By name."""
+"""Settings of TRL, by name."""
 _VERL_ONLY: Final = frozenset({"actor_rollout_ref", "algorithm", "trainer"})
 """Sections that nobody writes by mistake for one of this project."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -13,7 +13,7 @@ from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import PLUGIN, NamedSection, PluginSection, UserPath, expand_home, sections_at
+from slipstream.configs.schema.base import NamedSection, UserPath, expand_home, names_of, sections_at
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.configs.schema.run import RunSection
 from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
@@ -205,7 +205,7 @@ def _describe(detail: ErrorDetails) -> str:
         known = sorted({name for section in sections for name in section.model_fields})
         return f"{key_path}: unknown key{suggest(location[-1], known) or '; known: ' + ', '.join(known)}"
     if detail["type"] == "union_tag_invalid":
-        tags = [tag for section in sections for tag in _tags(section)]
+        tags = [tag for section in sections for tag in names_of(section)]
         word = str(detail["ctx"]["tag"])
         return f"{key_path}.name: unknown {word!r}{suggest(word, tags) or '; known: ' + ', '.join(tags)}"
     message = _YAML_MESSAGES.get(detail["type"], detail["msg"].removeprefix("Value error, "))
@@ -233,18 +233,10 @@ def _locate(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
     sections: list[type[BaseModel]] = [RunConfig]
     shown: list[str] = []
     for part in location:
-        tagged = [section for section in sections if part in _tags(section)]
+        tagged = [section for section in sections if part in names_of(section)]
         if tagged:
             sections = tagged
             continue
         shown.append(part)
         sections = sections_at(part, sections) or sections  # an index into a list stays in its sections
     return sections, shown
-
-
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    """Values of the key `name` that choose this section."""
-    field = section.model_fields.get("name")
-    if field is not None and get_origin(field.annotation) is Literal:
-        return get_args(field.annotation)
-    return (PLUGIN,) if issubclass(section, PluginSection) else ()

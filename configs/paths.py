@@ -41,7 +41,7 @@ class RunPaths:
 
     @property
     def summary(self) -> Path:
-        """Final figures of the run."""
+        """Final metrics of the run."""
         return self.root / "summary.json"
 
     @property

@@ -4,29 +4,16 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
-from slipstream.env.adapters.gymnasium import Gymnasium
-from slipstream.env.adapters.openenv import OpenEnv
-from slipstream.env.adapters.reasoning_gym import ReasoningGym
-from slipstream.env.adapters.skyrl_gym import SkyrlGym
-from slipstream.env.adapters.textarena import Textarena
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
-from slipstream.env.builtin.colours import Colours
-from slipstream.env.builtin.digits import Digits
-from slipstream.env.builtin.lookup import Lookup
 from slipstream.env.builtin.mix import Mix, MixWithSessions, Part
-from slipstream.env.builtin.rows import Rows
-from slipstream.env.tools.calculator import calculator
-from slipstream.env.tools.mcp import Mcp
-from slipstream.env.tools.python import Python
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
-from slipstream.env.tools.search import Search
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 
 
@@ -41,19 +28,30 @@ def mixed(envs: Sequence[Mapping[str, Any]]) -> Mix:
     return MixWithSessions(parts) if any(has_sessions(part.env) for part in parts) else Mix(parts)
 
 
-BUILT_IN = {
-    "colours": Colours,
-    "digits": Digits,
-    "gymnasium": Gymnasium,
-    "lookup": Lookup,
-    "mix": mixed,
-    "openenv": OpenEnv,
-    "reasoning_gym": ReasoningGym,
-    "rows": Rows,
-    "skyrl_gym": SkyrlGym,
-    "textarena": Textarena,
-}
-BUILT_IN_TOOLS = {"calculator": calculator, "mcp": Mcp, "python": Python, "search": Search}
+ENVS: Final = Registry(
+    "env",
+    {
+        "colours": "slipstream.env.builtin.colours:Colours",
+        "digits": "slipstream.env.builtin.digits:Digits",
+        "gymnasium": "slipstream.env.adapters.gymnasium:Gymnasium",
+        "lookup": "slipstream.env.builtin.lookup:Lookup",
+        "mix": f"{__name__}:mixed",
+        "openenv": "slipstream.env.adapters.openenv:OpenEnv",
+        "reasoning_gym": "slipstream.env.adapters.reasoning_gym:ReasoningGym",
+        "rows": "slipstream.env.builtin.rows:Rows",
+        "skyrl_gym": "slipstream.env.adapters.skyrl_gym:SkyrlGym",
+        "textarena": "slipstream.env.adapters.textarena:Textarena",
+    },
+)
+TOOLS: Final = Registry(
+    "tool",
+    {
+        "calculator": "slipstream.env.tools.calculator:calculator",
+        "mcp": "slipstream.env.tools.mcp:Mcp",
+        "python": "slipstream.env.tools.python:Python",
+        "search": "slipstream.env.tools.search:Search",
+    },
+)
 
 _OPTIONS = {"env": "env.options", "tool": "env.tools, options"}
 _METHODS = ("size", "task", "fingerprint")
@@ -62,7 +60,7 @@ _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 def env_factory(name: str) -> Callable[..., Any]:
     """The class or function that makes an env. Raises: ConfigError when there is none."""
-    factory = find_plugin("env", name, BUILT_IN)
+    factory = ENVS.load(name)
     if not callable(factory):
         raise ConfigError(f"env {name!r} is a {type(factory).__name__}; name a class or function that makes an Env")
     found: Callable[..., Any] = factory
@@ -117,7 +115,7 @@ def build_tools(configs: tuple[ToolConfig, ...]) -> list[LimitedToolbox]:
 
 def _toolbox(config: ToolConfig) -> Toolbox:
     """A class is made with the options; a function, or a Tool, is the tool itself. Raises: ConfigError."""
-    found = find_plugin("tool", config.name, BUILT_IN_TOOLS)
+    found = TOOLS.load(config.name)
     if isinstance(found, type):
         found = _made("tool", config.name, found, config.options)
     elif config.options:

@@ -148,7 +148,7 @@ class Written(TypedDict):
     """A rank's part of a checkpoint."""
 
     checksums: dict[str, str]
-    """Of the files that it has written, by name."""
+    """Checksums of the files that the rank has written, by name."""
     problem: str | None
 
 
@@ -174,12 +174,12 @@ def _finish(folder: Path, state: TrainState, written: Written, world: World, *, 
 
     Raises: CheckpointError, on all ranks, when one could not write; the partial one is removed.
     """
-    own: dict[str, Any] = {**written}
-    of_ranks = world.gather(own)
-    problem = next((each["problem"] for each in of_ranks if each["problem"]), None)
+    gathered: dict[str, Any] = {**written}
+    of_ranks = world.gather(gathered)
+    problem = next((of_rank["problem"] for of_rank in of_ranks if of_rank["problem"]), None)
     partial_folder = _partial(folder, state)
     if world.is_root and problem is None:
-        checksums = {name: value for each in of_ranks for name, value in each["checksums"].items()}
+        checksums = {name: value for of_rank in of_ranks for name, value in of_rank["checksums"].items()}
         try:
             _complete(partial_folder, folder / _name(state.step), checksums)
         except OSError as error:
@@ -326,19 +326,19 @@ def _restore(found: Path, trained: ModelsAndOptimizers, world: World, kind: type
 
 def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
     """Trained weights (`model`) and moments (`optimizer`) by the model's name; a collective, without copies."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, (model, optimizer) in trained.items():
         fresh = not optimizer.state
         weights, moments = get_state_dict(model, optimizer)
         for parameter, tensor in model.named_parameters(remove_duplicate=False):  # a tied one has several names
             if not tensor.requires_grad:
                 weights.pop(parameter, None)
-        found[name] = {"model": weights, "optimizer": moments}
+        states[name] = {"model": weights, "optimizer": moments}
         if fresh:  # get_state_dict fills it by a step without effect; counted, that would bias the first update
             for values in optimizer.state.values():
                 if "step" in values:
                     values["step"].zero_()
-    return found
+    return states
 
 
 def _name(step: int) -> str:

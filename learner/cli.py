@@ -55,8 +55,7 @@ def main() -> None:
 def train(config: "RunConfig", signals: GracefulStop, *, started: float, undo_steps: bool) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     with heavy_imports():  # torch and transformers take seconds to load
-        from slipstream.learner.trainers.assemble import assemble
-        from slipstream.learner.trainers.registry import find_trainer
+        from slipstream.learner.trainers.assemble import assemble, find_trainer
 
         kind = find_trainer(config.learner.trainer)
     with contextlib.ExitStack() as cleanup:

@@ -10,12 +10,14 @@ from typing import Final, Literal
 
 from slipstream.configs.schema.learner import ThrottleConfig
 
-FIGURES: Final = ("ess", "kl_k3", "masked_fraction", "mismatch_abs")
+METRICS: Final = ("ess", "kl_k3", "masked_fraction", "mismatch_abs")
 """Metrics that can be limited."""
 RELAX: Final = 0.5
 """Hysteresis: a metric is calm up to this share of its limit; for the sample size, of 1 - limit."""
 MIN_LR_SCALE: Final = 0.1
 """Smallest factor of the learning rate."""
+SMOOTHING: Final = 0.8
+CALM_STEPS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Action:
 class Watch:
     """Limits of one metric: upper ones, or lower ones where `smallest` is set."""
 
-    figure: str
+    metric: str
     limit: float
     calm: float
     smallest: bool = False
@@ -43,9 +45,9 @@ class Watch:
     def breach(self, value: float) -> str | None:
         """Description of a value that is beyond the limit or not finite; None for others."""
         if not math.isfinite(value):
-            return f"{self.figure} {value}"
+            return f"{self.metric} {value}"
         if value < self.limit if self.smallest else value > self.limit:
-            return f"{self.figure} {value:.3g} {'<' if self.smallest else '>'} {self.limit:g}"
+            return f"{self.metric} {value:.3g} {'<' if self.smallest else '>'} {self.limit:g}"
         return None
 
     def is_calm(self, value: float) -> bool:
@@ -56,11 +58,24 @@ class Watch:
 class Throttle:
     """Controller of the staleness bound, and optionally of the learning rate."""
 
-    def __init__(self, config: ThrottleConfig, max_staleness: int) -> None:
-        """The bound starts at the configured `max_staleness`, which is at least `config.min_staleness`."""
+    def __init__(
+        self,
+        config: ThrottleConfig,
+        max_staleness: int,
+        *,
+        smoothing: float = SMOOTHING,
+        calm_steps: int = CALM_STEPS,
+    ) -> None:
+        """The bound starts at the configured `max_staleness`, which is at least `config.min_staleness`.
+
+        Args:
+            smoothing: weight of the past in the metrics' running averages.
+            calm_steps: steps within half of the limits before the bound rises.
+        """
         self._config = config
         self._most = max_staleness
         self._watched = _watched(config)
+        self._smoothing, self._rises_after = smoothing, calm_steps
         self._averages: dict[str, float] = {}
         self._calm_steps = self._hold_steps = 0
         self.max_staleness = max_staleness
@@ -68,12 +83,12 @@ class Throttle:
         self.lr_scale = 1.0
         """Factor of the learning rate."""
 
-    def observe(self, figures: Mapping[str, float]) -> Action | None:
+    def observe(self, metrics: Mapping[str, float]) -> Action | None:
         """Observes a step's metrics; missing ones are skipped. Returns the change to apply, if any.
 
         A value that is not finite is a breach, and does not enter its running average.
         """
-        values = [(watch, self._averaged(watch.figure, figures)) for watch in self._watched if watch.figure in figures]
+        values = [(watch, self._averaged(watch.metric, metrics)) for watch in self._watched if watch.metric in metrics]
         breaches = [breach for watch, value in values if (breach := watch.breach(value))]
         held, self._hold_steps = self._hold_steps > 0, max(0, self._hold_steps - 1)
         if breaches:
@@ -81,7 +96,7 @@ class Throttle:
             return None if held else self._cut(", ".join(breaches))
         if values:
             self._calm_steps = self._calm_steps + 1 if all(watch.is_calm(value) for watch, value in values) else 0
-        return self._rise() if self._calm_steps >= self._config.calm_steps else None
+        return self._rise() if self._calm_steps >= self._rises_after else None
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint: always the same keys; NaN is the average of a metric not observed yet."""
@@ -90,7 +105,7 @@ class Throttle:
             "lr_scale": self.lr_scale,
             "calm_steps": self._calm_steps,
             "hold_steps": self._hold_steps,
-            **{figure: self._averages.get(figure, math.nan) for figure in FIGURES},
+            **{metric: self._averages.get(metric, math.nan) for metric in METRICS},
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -98,15 +113,15 @@ class Throttle:
         self.max_staleness = min(max(int(state["max_staleness"]), self._config.min_staleness), self._most)
         self.lr_scale = max(state["lr_scale"], MIN_LR_SCALE) if self._config.learning_rate else 1.0
         self._calm_steps, self._hold_steps = int(state["calm_steps"]), int(state["hold_steps"])
-        self._averages = {figure: state[figure] for figure in FIGURES if not math.isnan(state[figure])}
+        self._averages = {metric: state[metric] for metric in METRICS if not math.isnan(state[metric])}
 
-    def _averaged(self, figure: str, figures: Mapping[str, float]) -> float:
-        value = figures[figure]
+    def _averaged(self, metric: str, metrics: Mapping[str, float]) -> float:
+        value = metrics[metric]
         if not math.isfinite(value):
             return value
-        before = self._averages.get(figure, value)
-        self._averages[figure] = before + (1 - self._config.smoothing) * (value - before)
-        return self._averages[figure]
+        before = self._averages.get(metric, value)
+        self._averages[metric] = before + (1 - self._smoothing) * (value - before)
+        return self._averages[metric]
 
     def _cut(self, cause: str) -> Action | None:
         bound = max(self._config.min_staleness, self.max_staleness // 2)
@@ -134,5 +149,5 @@ def _watched(config: ThrottleConfig) -> list[Watch]:
     if config.min_ess is not None:
         watched.append(Watch("ess", config.min_ess, 1 - RELAX * (1 - config.min_ess), smallest=True))
     largest = {"kl_k3": config.max_kl, "masked_fraction": config.max_masked, "mismatch_abs": config.max_mismatch}
-    watched += [Watch(figure, limit, RELAX * limit) for figure, limit in largest.items() if limit is not None]
+    watched += [Watch(metric, limit, RELAX * limit) for metric, limit in largest.items() if limit is not None]
     return watched

@@ -18,7 +18,7 @@ WEIGHT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 MODELSCOPE: Final = "modelscope:"
 
 SAMPLES = 16
-"""Of each file of weights, evenly spread."""
+"""Samples that a fingerprint takes of each file of weights, evenly spread."""
 SAMPLE_BYTES = 1 << 16
 
 

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 from slipstream.configs.runtime.errors import SlipstreamError
 
 MOST_IMAGES: Final = 64
-"""Of one prompt."""
+"""Most images of one prompt."""
 MOST_IMAGE_BYTES: Final = 20 << 20
-"""Of one encoded image."""
+"""Most bytes of one encoded image."""
 MOST_PROMPT_BYTES: Final = 64 << 20
 """Of the encoded images of one prompt: they travel with each group, whose frames are bounded."""
 MOST_PIXELS: Final = 1 << 26
@@ -71,7 +71,7 @@ def read_image(source: Any) -> bytes:
 
 
 def _read_text(source: str) -> bytes:
-    """Of a path or a `data:` URL."""
+    """The bytes that a path or a `data:` URL names."""
     if source.startswith(_DATA_URL):
         head, _, data = source.partition(",")
         try:

@@ -9,9 +9,9 @@ from numbers import Real
 from typing import Any, Literal
 
 from slipstream.configs.runtime.errors import format_error
-from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, FailureReason, Result, RewardUnavailable, Score
+from slipstream.sandbox import SandboxUnavailable
 
 LARGEST_SCORE = 1e8
 """The buffer refuses groups with larger ones, as `MOST_REWARD` of its messages."""
@@ -103,12 +103,12 @@ class Reward:
         if self.open_calls is None:
             yield
             return
-        patience_s = None
+        timeout_s = None
         if until is not None:
             # Without a reserve for the call itself, each would begin when its time is nearly over, and fail.
             left_s = until - asyncio.get_running_loop().time()
-            patience_s = left_s - min(self.limit_s(episodes), left_s / 2)
-        async with asyncio.timeout(patience_s):
+            timeout_s = left_s - min(self.limit_s(episodes), left_s / 2)
+        async with asyncio.timeout(timeout_s):
             await self.open_calls.acquire()
         try:
             yield

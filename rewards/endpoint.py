@@ -1,4 +1,8 @@
-"""HTTP endpoints of rewards: retries with backoff, limits of concurrency and rate."""
+"""HTTP endpoints of rewards: retries with backoff, limits of concurrency and rate.
+
+The loop of retries is written here: a retry waits its turn of the rate limit and for `Retry-After`, and `worst_case_s`,
+which deadlines are derived from, must count exactly its pauses. A library of retries would take both as callbacks.
+"""
 
 import asyncio
 import math

@@ -9,27 +9,29 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, takes_group
 from slipstream.rewards.compose import Reward, Takes
 
-BUILT_IN: Final = {
-    "by_source": "slipstream.rewards.functions.by_source:BySource",
-    "exact_match": "slipstream.rewards.functions.match:exact_match",
-    "digit_match": "slipstream.rewards.functions.match:digit_match",
-    "none": "slipstream.rewards.functions.match:none",
-    "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
-    "repetition": "slipstream.rewards.functions.form:Repetition",
-    "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
-    "code": "slipstream.rewards.functions.code:Code",
-    "format": "slipstream.rewards.functions.form:Format",
-    "judge": "slipstream.rewards.functions.judge:Judge",
-    "length": "slipstream.rewards.functions.form:Length",
-    "math": "slipstream.rewards.functions.math:Math",
-}
-"""`module:attribute` by name: imported when they are used."""
+REWARDS: Final = Registry(
+    "reward",
+    {
+        "by_source": "slipstream.rewards.functions.by_source:BySource",
+        "exact_match": "slipstream.rewards.functions.text:exact_match",
+        "digit_match": "slipstream.rewards.functions.text:digit_match",
+        "none": "slipstream.rewards.functions.text:none",
+        "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
+        "repetition": "slipstream.rewards.functions.text:Repetition",
+        "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
+        "code": "slipstream.rewards.functions.code:Code",
+        "format": "slipstream.rewards.functions.text:Format",
+        "judge": "slipstream.rewards.functions.judge:Judge",
+        "length": "slipstream.rewards.functions.text:Length",
+        "math": "slipstream.rewards.functions.math:Math",
+    },
+)
 
 CONCURRENCY: Final = 32
 """Open calls of an async reward, unless its term or its own limits say otherwise: clients and servers allow about 100
@@ -51,18 +53,18 @@ def find_reward(term: RewardConfig, *, deadline_s: float = math.inf) -> Reward:
         `rewards.base`.
     """
     name = term.function or term.name
-    found = find_plugin("reward", BUILT_IN.get(name, name), BUILT_IN)
-    if inspect.isclass(found) and any("__call__" in vars(base) for base in found.__mro__):
-        found = _build(term.name, found, term.options)
+    function = REWARDS.load(name)
+    if inspect.isclass(function) and any("__call__" in vars(base) for base in function.__mro__):
+        function = _build(term.name, function, term.options)
     elif term.options:
         raise ConfigError(f"reward {term.name!r} has options ({', '.join(term.options)}), but {name!r} takes none")
-    if inspect.isclass(found) or not callable(found):
-        kind = "class" if inspect.isclass(found) else type(found).__name__
+    if inspect.isclass(function) or not callable(function):
+        kind = "class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(f"reward {term.name!r} is a {kind}, not {_WANTED}")
-    is_async = any(map(inspect.iscoroutinefunction, (found, getattr(found, "__call__", None))))  # noqa: B004
-    if hasattr(found, "set_deadline"):
-        found.set_deadline(deadline_s)
-    reward = Reward(term.name, found, _takes(term.name, found), is_async, deadline_s, term.retries)
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    if hasattr(function, "set_deadline"):
+        function.set_deadline(deadline_s)
+    reward = Reward(term.name, function, _takes(term.name, function), is_async, deadline_s, term.retries)
     return replace(reward, open_calls=_open_calls(term, reward))
 
 

@@ -154,14 +154,14 @@ class Scorer:
     @asynccontextmanager
     async def _slot(self, slots: asyncio.Semaphore, until: float | None) -> AsyncIterator[None]:
         """Raises: TimeoutError."""
-        async with asyncio.timeout(None if until is None else self._patience_s(until)):
+        async with asyncio.timeout(None if until is None else self._timeout_s(until)):
             await slots.acquire()
         try:
             yield
         finally:
             slots.release()
 
-    def _patience_s(self, until: float) -> float:
+    def _timeout_s(self, until: float) -> float:
         """Longest wait for a slot so that the group is scored by then. Raises: TimeoutError when it is too late."""
         left_s = until - asyncio.get_running_loop().time()
         if left_s <= 0:

@@ -100,7 +100,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
     from slipstream.env.registry import build_env
     from slipstream.models.folder import initial_model
     from slipstream.rewards.scorer import Scorer
-    from slipstream.rollout_servers.env_check import env_problems
+    from slipstream.rollout_servers.plugins import env_problems
 
     log = get_log("rollout.cli")
     # Names and keys are checked first: the engine's start takes many seconds.

@@ -22,18 +22,18 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.models.folder import model_fingerprint
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.outbox import RESEND_S, Outbox
-from slipstream.rollout_servers.plugin_code import plugin_code
+from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
-from slipstream.rollout_servers.rollouts.group import play_group
-from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.rollouts.player import Player, play_group
 from slipstream.rollout_servers.tickets import (
     EXAMINED_TASKS,
     FIRST_GROUPS,
     REMEDIES,
+    RESEND_S,
     ConcurrencyLimiter,
     FailureBackoff,
     FirstFailures,
+    Outbox,
     TicketBook,
 )
 from slipstream.rollout_servers.tokenizer import Tokenizer
@@ -95,7 +95,9 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
         model_fingerprint=model_fingerprint(tokenizer.model),
-        settings=agreement.server_settings(config) | agreement.host_settings(config) | plugin_code(config),
+        settings=agreement.server_settings(config)
+        | agreement.host_settings(config)
+        | plugin_code(config.env, (*config.rewards, *config.evaluated)),
     )
 
 
@@ -150,7 +152,7 @@ class RolloutServer:
         self._backoff = FailureBackoff()
         self._first = FirstFailures()
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
-        self._limiter = ConcurrencyLimiter(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
+        self._limiter = ConcurrencyLimiter(1, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
         self._follower = WeightFollower(config, name, engine, self._hold, on_applied=self._report.set)
 

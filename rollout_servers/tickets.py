@@ -1,11 +1,15 @@
-"""The tickets that a rollout server holds, and how many it accepts."""
+"""The tickets of a rollout server: how many it accepts, which it holds, and the outbox of their groups and failures."""
 
 import asyncio
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.configs.runtime.logging import get_log
 from slipstream.rollout_servers.engines.base import Pressure
 
@@ -162,3 +166,153 @@ class ConcurrencyLimiter:
         """True if requests were preempted since the last reading; a lower count is that of a new engine."""
         before, self._preemptions = self._preemptions, pressure.preemptions
         return pressure.preemptions != before and pressure.preemptions > 0
+
+
+RESEND_S = 2.0
+"""Time after which an unacknowledged message makes the server send a hello; see `Outbox`."""
+GROUPS_PER_MESSAGE = 64
+LEAST_WINDOW_BYTES = 16 << 10
+MOST_WINDOW_BYTES = 8 << 20
+"""Largest window: as much as the buffer stores at once."""
+SLOW_ACK_S = 1.0
+"""An acknowledgement that takes so much longer than a small message's shrinks the window."""
+
+Send = Callable[[Sequence[bytes]], Awaitable[None]]
+
+
+@dataclass
+class Unacknowledged:
+    """An encoded group or failure that the buffer has not acknowledged."""
+
+    frame: bytes
+    is_group: bool
+    sent_at: float = math.inf
+
+
+class Outbox:
+    """Bounded by the server's credits: a ticket keeps its credit until its group is acknowledged.
+
+    A window limits the bytes in flight, to at least one group: heartbeats queue behind them, and the network may be
+    slow. As in TCP's slow start (RFC 5681, section 3.1) it begins small and grows by what is acknowledged.
+
+    An overdue message may be lost, or wait in the socket's queue, where copies would pile up. The reply to a hello
+    decides: the buffer handles messages in order, so what was sent before that hello and is unacknowledged is lost.
+    """
+
+    def __init__(self, send: Send, *, resend_s: float) -> None:
+        self._send = send
+        self._resend_s = resend_s
+        self._waiting: dict[str, Unacknowledged] = {}
+        self._inflight: dict[str, Unacknowledged] = {}
+        self._window_bytes = LEAST_WINDOW_BYTES
+        self._shortest_ack_s = 0.0
+        self._wake = asyncio.Event()
+        self._hello_at = math.inf
+        self._received_at = _now()
+
+    @property
+    def overdue(self) -> bool:
+        """True if a message was not acknowledged in time."""
+        now = _now()
+        return any(now - item.sent_at > self._resend_s for item in self._inflight.values())
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last message from the buffer."""
+        return _now() - self._received_at
+
+    def record_receipt(self) -> None:
+        """A message of any kind came from the buffer."""
+        self._received_at = _now()
+
+    def deliver(self, group: m.Group) -> None:
+        """Queues a finished group."""
+        self._put(group.id, Unacknowledged(encode_group(group), is_group=True))
+
+    def fail(self, failure: m.GroupFailed) -> None:
+        """Queues the failure of a ticket."""
+        self._put(failure.id, Unacknowledged(encode(failure), is_group=False))
+
+    def acknowledge(self, outcomes: dict[str, str]) -> list[str]:
+        """Drops acknowledged messages and returns their ids; those with the outcome `again` are sent again."""
+        before_bytes, was_alone = self._inflight_bytes, len(self._inflight) == 1
+        dropped, void, first_sent_at = list[str](), list[str](), math.inf
+        for group_id, outcome in outcomes.items():
+            item = self._inflight.pop(group_id, None) or self._waiting.pop(group_id, None)
+            if item is None:
+                continue
+            first_sent_at = min(first_sent_at, item.sent_at)
+            if outcome == m.AGAIN:
+                self._waiting[group_id] = item
+                continue
+            dropped.append(group_id)
+            if outcome == "void":
+                void.append(group_id)
+        if void:
+            log.warning("groups refused: their tickets were void", groups=void)
+        took_s = _now() - first_sent_at
+        if was_alone or before_bytes <= LEAST_WINDOW_BYTES:
+            self._shortest_ack_s = max(0.0, took_s)
+        self._fit_window(before_bytes, took_s=took_s)
+        self._wake.set()
+        return dropped
+
+    def record_hello(self) -> None:
+        """A hello is about to be sent; repetitions of an unanswered one do not count."""
+        self._hello_at = min(self._hello_at, _now())
+
+    def resend_lost(self) -> None:
+        """The buffer has replied to a hello: sends again what went out before the first one and is unacknowledged."""
+        lost = {group_id: item for group_id, item in self._inflight.items() if item.sent_at <= self._hello_at}
+        self._inflight = {group_id: item for group_id, item in self._inflight.items() if group_id not in lost}
+        self._waiting = lost | self._waiting
+        self._window_bytes = LEAST_WINDOW_BYTES
+        self._hello_at = math.inf
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Sends until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while ids := self._next():
+                items = {group_id: self._waiting.pop(group_id) for group_id in ids}
+                for item in items.values():
+                    item.sent_at = _now()
+                self._inflight |= items
+                head = [encode(m.Deliver(ids=ids))] if items[ids[0]].is_group else []
+                await self._send(head + [item.frame for item in items.values()])
+
+    @property
+    def _inflight_bytes(self) -> int:
+        return sum(len(item.frame) for item in self._inflight.values())
+
+    def _fit_window(self, before_bytes: int, *, took_s: float) -> None:
+        """Adapts the window to an acknowledgement that came after `took_s`, with `before_bytes` in flight before it."""
+        left_bytes = self._inflight_bytes
+        grown_bytes = max(self._window_bytes, before_bytes + (before_bytes - left_bytes))
+        fitting_bytes = left_bytes if took_s > self._shortest_ack_s + SLOW_ACK_S else grown_bytes
+        self._window_bytes = min(MOST_WINDOW_BYTES, max(LEAST_WINDOW_BYTES, fitting_bytes))
+
+    def _put(self, group_id: str, item: Unacknowledged) -> None:
+        self._waiting[group_id] = item
+        self._wake.set()
+
+    def _next(self) -> list[str]:
+        """Ids that may be sent now as one message: one failure, or groups within the window."""
+        for group_id, item in self._waiting.items():
+            if not item.is_group:
+                return [group_id]
+        ids = list[str]()
+        room_bytes = self._window_bytes - self._inflight_bytes
+        for group_id, item in self._waiting.items():
+            room_bytes -= len(item.frame)
+            is_first = not ids and not self._inflight
+            if len(ids) == GROUPS_PER_MESSAGE or (room_bytes < 0 and not is_first):
+                break
+            ids.append(group_id)
+        return ids
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""The tokenizer: the only place where text becomes token ids and back."""
+"""The tokenizer, the only place where text becomes token ids and back; and the placeholders of images in prompts."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.runtime.logging import get_log
-from slipstream.models.architecture import vocabulary_size
+from slipstream.models.architecture import takes_images, vocabulary_size
 from slipstream.models.folder import without_remote_code
+from slipstream.models.image_processor import ImageProcessor
+from slipstream.models.images import decode_image
+from slipstream.rollout_servers.engines.base import PromptImage
 
 log = get_log("rollout.tokenizer")
 
@@ -158,3 +161,44 @@ def _loaded(model: Path) -> Any:
     except Exception as error:  # transformers raises anything, and tokenizers nothing narrower, for damaged files
         reason = " ".join(format_error(error).split())[:300]
         raise ConfigError(f"the tokenizer of the model in {model} can't be loaded: {reason}") from error
+
+
+class ImagePlaceholders:
+    """The placeholders of one model."""
+
+    def __init__(self, model: Path) -> None:
+        self._processor = ImageProcessor(model)
+
+    @classmethod
+    def of(cls, model: Path) -> "ImagePlaceholders | None":
+        """Those of a model; None if it takes no images."""
+        return cls(model) if takes_images(model) else None
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """The prompt with all placeholders, and its images.
+
+        Args:
+            token_ids: with one placeholder for each image.
+            images: encoded.
+
+        Raises: ImageError when an image can't be decoded; PromptError when placeholders and images don't match.
+        """
+        placeholder = self._processor.placeholder
+        places = [place for place, token in enumerate(token_ids) if token == placeholder]
+        if len(places) != len(images):
+            raise PromptError(f"{len(places)} placeholders of images in the prompt, for {len(images)} images")
+        expanded, found, end = list[int](), list[PromptImage](), 0
+        for place, encoded in zip(places, images, strict=True):
+            pixels = decode_image(encoded)
+            expanded += token_ids[end:place]
+            tokens = self._tokens(pixels.width, pixels.height)
+            found.append(PromptImage(encoded, pixels, start=len(expanded), tokens=tokens))
+            expanded += [placeholder] * tokens
+            end = place + 1
+        return [*expanded, *token_ids[end:]], tuple(found)
+
+    def _tokens(self, width: int, height: int) -> int:
+        try:
+            return self._processor.tokens(width, height)
+        except ValueError as error:  # a shape that the model refuses, such as a line
+            raise PromptError(f"an image of {width} x {height} pixels: {error}") from error

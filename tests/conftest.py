@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.sandbox import SandboxUnavailable, find_interpreter
+from slipstream.sandbox import SandboxUnavailable, find_interpreter
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 # Before anything imports torch: its threads would spin on cores that other processes of a test need.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 from slipstream.configs.arguments import read_run_arguments, run_parser
-from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -23,8 +22,8 @@ from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
 from slipstream.env.images import separate_images
-from slipstream.env.registry import BUILT_IN_TOOLS, add_tools, build_env
-from slipstream.models.folder import initial_model
+from slipstream.env.registry import TOOLS, add_tools, build_env
+from slipstream.models.folder import initial_model, model_folder
 from slipstream.models.folder import model_problems as missing_models
 from slipstream.models.images import ImageError
 from slipstream.rewards.base import Episode, EpisodeTurn, Failure, FailureReason
@@ -33,7 +32,7 @@ from slipstream.rewards.functions.code import Code
 from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
-from slipstream.rollout_servers.env_check import env_problems
+from slipstream.rollout_servers.plugins import env_problems
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -111,10 +110,7 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         model = _model(config, Path(folder))
         if weights:
-            # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
-            from slipstream.tools.model_check import model_problems
-
-            report.problems += model_problems(config, model)
+            report.problems += _model_problems(config, model)
         asyncio.run(_check_tasks(config, env, model, report))
     return report
 
@@ -127,6 +123,31 @@ def _model(config: RunConfig, folder: Path) -> Path:
         raise ConfigError(
             f"the model can't be built in {folder}: {error}; see that its disk has room, or set TMPDIR to another"
         ) from error
+
+
+def _model_problems(config: RunConfig, model: Path) -> list[str]:
+    """Reasons why the learner can't train `model`, or the engine can't serve it; no weight is read."""
+    # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
+    from slipstream.learner.algorithms.registry import build_advantage, build_loss
+    from slipstream.learner.models.load import ModelOptions, check_model
+    from slipstream.rollout_servers.engines.registry import engine_problems
+
+    learner, options = config.learner, ModelOptions.of(config.model, config.learner)
+    steps: list[Callable[[], object]] = [
+        lambda: check_model(model, options),
+        lambda: build_advantage(learner.advantage),
+        lambda: build_loss(learner.loss),
+    ]
+    if learner.kl is not None and learner.kl.reference is not None:
+        reference = model_folder("learner.kl.reference", learner.kl.reference)
+        steps.append(lambda: check_model(reference, replace(options, lora=None)))
+    problems = engine_problems(config.rollout.engine, config.weights, model)
+    for step in steps:
+        try:
+            step()
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def check_apart(config: RunConfig) -> Report:
@@ -156,7 +177,7 @@ def _build(config: RunConfig) -> Env:
     envs = list[Env]()
     steps: list[Callable[[], object]] = [
         lambda: envs.append(build_env(config.env.model_copy(update={"tools": ()}))),
-        *(partial(find_plugin, "tool", tool.name, BUILT_IN_TOOLS) for tool in config.env.tools),
+        *(partial(TOOLS.load, tool.name) for tool in config.env.tools),
         lambda: find_rewards(reward_terms(config)),
     ]
     for step in steps:
@@ -221,8 +242,7 @@ async def _check_task(
     config: RunConfig, env: Env, split: Split, index: int, format: "ChatFormat", report: Report
 ) -> list[str]:
     """Makes the prompt of a task and scores answers to it; returns the problems."""
-    from slipstream.rollout_servers.images import ImagePlaceholders
-    from slipstream.rollout_servers.tokenizer import PromptError
+    from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
 
     where, tokenizer = f"task {index} of {split}", format.tokenizer
     try:

@@ -15,10 +15,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.algorithms import (
-    BUILT_IN_ADVANTAGES,
-    BUILT_IN_LOSSES,
+    ADVANTAGES,
+    LOSSES,
     AdvantageConfig,
     Aggregation,
     LossConfig,
@@ -29,10 +30,9 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.correction import correct
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import value_loss
-from slipstream.learner.algorithms.mismatch import mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 
 TOLERANCE: Final = 1e-5
@@ -74,10 +74,10 @@ def command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, help="golden file, such as tests/golden/algorithms.json")
     comparisons = list(compare(read_golden(parser.parse_args(argv).file)))
-    width = max(len(each.name) for each in comparisons)
-    for each in comparisons:
-        print(f"{each.name:<{width}}  {each.result}")
-    outside = [each for each in comparisons if not each.within(TOLERANCE)]
+    width = max(len(comparison.name) for comparison in comparisons)
+    for comparison in comparisons:
+        print(f"{comparison.name:<{width}}  {comparison.result}")
+    outside = [comparison for comparison in comparisons if not comparison.within(TOLERANCE)]
     verdict = f"{len(outside)} of {len(comparisons)} differ" if outside else f"all {len(comparisons)} agree"
     print(f"{verdict} (within {TOLERANCE:.0e})")
     return 1 if outside else 0
@@ -181,17 +181,16 @@ def compare(golden: Golden) -> Iterator[Comparison]:
     for section, vectors, run in runs:
         for name in vectors:
             try:
-                found = run(golden, name)
+                comparison = run(golden, name)
             except ValueError as error:  # its name or one of its settings is unknown here
-                found = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
-            yield replace(found, name=f"{section}/{name}")
+                comparison = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
+            yield replace(comparison, name=f"{section}/{name}")
 
 
 def _advantage(golden: Golden, name: str) -> Comparison:
     vector, inputs = golden.advantages[name], golden.advantage_inputs()
-    settings = _settings(vector, name, BUILT_IN_ADVANTAGES)
-    if settings["name"] == "dr_grpo":
-        settings.pop("epsilon", None)  # the reference has one function for both; this one does not divide
+    settings = _settings(vector, name, ADVANTAGES)
+    settings.pop("epsilon", None)  # a constant here
     if settings["name"] == "gpg":
         settings["scale_up_for"] = "no_reward"  # the reference's count; the default is the paper's
     ours_BT = build_advantage(TypeAdapter(AdvantageConfig).validate_python(settings))(inputs)
@@ -208,7 +207,7 @@ def _loss(golden: Golden, name: str) -> Comparison:
         tensors = golden.tensors
         terms = value_loss(tensors["new_values"], tensors["values"], returns_BT, clip_range=vector["clip_range"])
         return Comparison(name, _largest(_total(terms.loss_BT, golden.mask_BT, "token-mean"), vector["loss"]))
-    settings = _settings(vector, name, BUILT_IN_LOSSES)
+    settings = _settings(vector, name, LOSSES)
     if settings["name"] == "gmpo":
         settings.pop("aggregation")  # ignored by the reference, which always takes the mean over answers
     if settings["name"] != "ppo":
@@ -245,14 +244,14 @@ def _correction(golden: Golden, name: str) -> Comparison:
         # The reference computes these before it normalises.
         plain = CorrectionConfig.model_validate(_correction_settings(vector["args"]) | {"normalise": False})
         weights_BT = correct(log_ratio_BT, mask_BT, plain).importance_weights_BT
-        figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
-        differences += [abs(figures[METRICS[each]] - value) for each, value in vector["metrics"].items()]
+        metrics = mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
+        differences += [abs(metrics[METRICS[each]] - value) for each, value in vector["metrics"].items()]
     return Comparison(name, float(torch.tensor(differences).max()))  # unlike max(), torch's does not lose a NaN
 
 
-def _settings(vector: Mapping[str, Any], name: str, built_in: Sequence[str]) -> dict[str, Any]:
+def _settings(vector: Mapping[str, Any], name: str, registry: Registry) -> dict[str, Any]:
     """The vector as a section of the configuration; its function is the longest built-in name that it begins with."""
-    known = [each for each in built_in if name == each or name.startswith(f"{each}_")]
+    known = [each for each in registry.built_in if name == each or name.startswith(f"{each}_")]
     if not known:
         raise ValueError(f"nothing is registered under {name!r}")
     settings = {SETTINGS.get(key, key): value for key, value in vector.items() if key not in NOTES}

@@ -33,10 +33,10 @@ WITHIN_HOST: Final = 8
 
 def memory(text: str) -> float:
     """Argument type: bytes, such as 80GB or 80GiB."""
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Z]*)", text.strip().upper())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in UNITS:
         raise argparse.ArgumentTypeError(f"{text} is no size such as 80GB")
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def command(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="GPUs of the learner (default: 1)")
     parser.add_argument("--gpu-memory", type=memory, default=80 * GB, metavar="80GB", help="of each (default: 80GB)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments, config = read_run_arguments(parser, argv)
     report = fit(config, gpus=arguments.gpus, gpu_bytes=arguments.gpu_memory)
     print(json.dumps(asdict(report), indent=2) if arguments.json else report.text)
@@ -62,7 +62,7 @@ class FitReport:
     gpu_memory: float
     mesh: dict[str, int]
     tokens: int
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
     learner: dict[str, float]
     """On each GPU of the learner."""
     host: dict[str, float]
@@ -193,7 +193,7 @@ def _changes(longest: int) -> list[Change]:
 
 
 def _effective(setting: "LearnerSetting", changes: Sequence[Change]) -> list[Change]:
-    """Those that save anything."""
+    """The changes that save any memory."""
     return [
         (text, change)
         for text, change in changes

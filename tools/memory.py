@@ -16,15 +16,15 @@ from slipstream.learner.parallel.mesh import MeshSizes
 
 FP32 = 4
 MASTER_BYTES = FP32
-"""Of a weight and of its gradient, which optimizers work on."""
+"""Bytes of a weight and of its gradient, which optimizers work on."""
 CONTEXT_BYTES = 1.5e9
-"""Of CUDA, its libraries and NCCL, in a process."""
+"""Memory of CUDA, its libraries and NCCL, in a process."""
 FRAGMENTATION = 0.04
 """Share of an allocator's memory that lies between tensors."""
 ENGINE_SHARE = 0.9
 """Of the GPU, that vLLM takes by default (`gpu_memory_utilization`)."""
 ENGINE_WORK_BYTES = 2e9
-"""Of vLLM, beside weights and KV cache."""
+"""Memory of vLLM beside weights and KV cache."""
 WITHOUT_CACHE = ("linear", "conv", "mamba", "mlp", "moe")
 """In the names of kinds of layers that keep nothing for each token."""
 STATE_BYTES = {"adamw": 2 * FP32, "adamw_8bit": 2 * (1 + FP32 / 256)}
@@ -37,7 +37,7 @@ class LearnerSetting:
 
     mesh: MeshSizes
     dtype: torch.dtype
-    """Of forward and backward passes."""
+    """Precision of forward and backward passes."""
     tokens: int
     """Of the largest micro-batch: the budget, or the longest sequence."""
     logits_bytes: int
@@ -54,7 +54,7 @@ class LearnerSetting:
 
     @classmethod
     def of(cls, config: RunConfig, mesh: MeshSizes) -> "LearnerSetting":
-        """That of a run."""
+        """The setting of a run's learner."""
         learner = config.learner
         return cls(
             mesh=mesh,
@@ -92,7 +92,7 @@ class Estimate:
 
     gpu: Mapping[str, float]
     host: Mapping[str, float] = field(default_factory=dict)
-    """Of one rank."""
+    """Memory of the host that one rank takes, by purpose."""
 
     @property
     def gpu_bytes(self) -> float:
@@ -121,7 +121,7 @@ class Estimator:
 
     size: ModelSize
     config: Any
-    """Of transformers."""
+    """The model's configuration, of transformers."""
     _activations: dict[tuple[Any, ...], ActivationBytes] = field(default_factory=dict, init=False)
     """Bytes, by what they depend on: a simulation takes seconds."""
 
@@ -176,20 +176,20 @@ class Estimator:
 def _held(setting: LearnerSetting, size: ModelSize) -> dict[str, float]:
     """Bytes that a rank holds between steps: shards, in fp32 of what is trained, of a frozen base as it computes."""
     # The ranks of `tp` each hold embedding and head.
-    own = (size.dense + size.experts) / setting.shards + size.root * setting.mesh.tp / setting.shards
-    trained = own if setting.lora_rank is None else setting.lora_rank * size.rows / setting.shards
+    base = (size.dense + size.experts) / setting.shards + size.root * setting.mesh.tp / setting.shards
+    trained = base if setting.lora_rank is None else setting.lora_rank * size.rows / setting.shards
     matrices = size.matrices / size.total if setting.lora_rank is None else 1.0
     muon = FP32 * matrices + STATE_BYTES["adamw"] * (1 - matrices)
     state = STATE_BYTES.get(setting.optimizer, muon)
     held = {
-        "weights": MASTER_BYTES * trained + (0 if setting.lora_rank is None else setting.dtype.itemsize * own),
+        "weights": MASTER_BYTES * trained + (0 if setting.lora_rank is None else setting.dtype.itemsize * base),
         "gradients": MASTER_BYTES * trained,
         "optimizer": state * trained,
     }
     if setting.reference and setting.lora_rank is None:  # the base without its adapter otherwise
-        held["reference"] = MASTER_BYTES * own
+        held["reference"] = MASTER_BYTES * base
     if setting.critic:
-        held["critic"] = (2 * MASTER_BYTES + state) * own
+        held["critic"] = (2 * MASTER_BYTES + state) * base
     return held
 
 

@@ -24,7 +24,7 @@ from slipstream.env.registry import build_env, check_env_options, env_factory
 from slipstream.models.folder import initial_model
 from slipstream.models.tiny import CHATML_TOOLS
 from slipstream.rewards.base import Episode
-from slipstream.rewards.registry import BUILT_IN as REWARDS
+from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
@@ -43,9 +43,9 @@ BYTES_MODEL: Final = "bytes"
 """Name of the folder with its tokenizer."""
 MIN_COLUMNS: Final = 100
 SHOWN_TOKENS: Final = 16
-"""Of a longer stretch of tokens, half of them at either end."""
+"""Tokens that are shown of a longer stretch, half of them at either end."""
 SHOWN_LINES: Final = 12
-"""Of a longer text, half of them at either end."""
+"""Lines that are shown of a longer text, half of them at either end."""
 SHOWN_LINE: Final = 400
 """Characters of a line."""
 
@@ -121,16 +121,16 @@ def _is_file(arguments: argparse.Namespace) -> bool:
 
 def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Path]:
     """The configuration, with `hf` as engine and its files in `folder`, and the model's folder. Raises: ConfigError."""
-    given = [f"run.dir={folder}", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null"]
+    settings = [f"run.dir={folder}", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null"]
     if arguments.model is not None:
-        given += [f"model.path={arguments.model}", "model.build=null"]
+        settings += [f"model.path={arguments.model}", "model.build=null"]
     if _is_file(arguments):
-        config = load_config(Path(arguments.target), [*given, *arguments.overrides])
+        config = load_config(Path(arguments.target), [*settings, *arguments.overrides])
         return config, initial_model(config)
     env_factory(arguments.target)  # a misspelt name is reported before anything is loaded
     tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
     # A session's rewards are added anyway; without sessions the answer is compared with the reference.
-    if arguments.target in REWARDS:
+    if arguments.target in REWARDS.built_in:
         tree["rewards"] = [{"name": arguments.target}]
     elif arguments.target in GAMES:
         tree["rewards"] = [{"name": "none"}]
@@ -145,7 +145,7 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
         tree["learner"] = {"wait_deadline_s": 90_000}
     file = folder / "config.yaml"
     file.write_text(write_yaml(tree), encoding="utf-8")
-    config = load_config(file, [*given, *arguments.overrides])
+    config = load_config(file, [*settings, *arguments.overrides])
     check_env_options(config.env)
     if config.model.path == folder / BYTES_MODEL:
         build_bytes_model(config.model.path)
@@ -226,19 +226,19 @@ def _keyboard(tokenizer: "Tokenizer") -> "Engine":
 def _tokens(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
     """One record for each token."""
     mask, logprobs = action_mask(trajectory), behaviour_logprobs(trajectory)
-    versions = {place: span.version for span in trajectory.spans for place in range(span.start, span.end)}
+    versions = {position: span.version for span in trajectory.spans for position in range(span.start, span.end)}
     turn, records = 0, []
-    for place, token in enumerate(token_ids(trajectory).tolist()):
-        turn += bool(mask[place] and not (place and mask[place - 1]))
+    for position, token in enumerate(token_ids(trajectory).tolist()):
+        turn += bool(mask[position] and not (position and mask[position - 1]))
         records.append(
             {
-                "index": place,
+                "index": position,
                 "id": token,
                 "text": decode([token]),
-                "mask": int(mask[place]),
+                "mask": int(mask[position]),
                 "turn": turn,
-                "version": versions.get(place),
-                "logprob": float(logprobs[place]) if mask[place] else None,
+                "version": versions.get(position),
+                "logprob": float(logprobs[position]) if mask[position] else None,
             }
         )
     return records
@@ -320,9 +320,9 @@ def _token_table(trajectory: Trajectory, decode: Decode, *, full: bool) -> Table
     table = Table(border_style="cyan", title="tokens", title_justify="left")
     for name in ("token", "id", "text", "mask", "turn", "version", "log-prob"):
         table.add_column(name, justify="left" if name == "text" else "right")
-    found = stretches(trajectory, decode)
-    sections = {stretch.start for stretch in found}
-    left_out = {} if full else dict(_left_out(stretch) for stretch in found if _is_long(stretch))
+    parts = stretches(trajectory, decode)
+    sections = {stretch.start for stretch in parts}
+    left_out = {} if full else dict(_left_out(stretch) for stretch in parts if _is_long(stretch))
     end = 0
     for record in _tokens(trajectory, decode):
         if record["index"] in sections:

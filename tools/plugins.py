@@ -6,31 +6,22 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any, Final
 
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.configs.plugins import InstalledPlugin, find_plugin, installed_plugins
+from slipstream.configs.registry import InstalledPlugin, Registry
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.algorithms import BUILT_IN_ADVANTAGES, BUILT_IN_LOSSES
-from slipstream.configs.schema.base import NamedSection, sections_at
-from slipstream.configs.schema.learner import BUILT_IN_TRAINERS
+from slipstream.configs.schema.algorithms import ADVANTAGES, LOSSES
+from slipstream.configs.schema.base import NamedSection, names_of, sections_at
+from slipstream.configs.schema.learner import TRAINERS
 from slipstream.env.adapters.base import PACKAGES, missing_package
-from slipstream.env.registry import BUILT_IN as BUILT_IN_ENVS
-from slipstream.env.registry import BUILT_IN_TOOLS
-from slipstream.rewards.registry import BUILT_IN as BUILT_IN_REWARDS
+from slipstream.env.registry import ENVS, TOOLS
+from slipstream.rewards.registry import REWARDS
 from slipstream.tools.cli import table_console
 
-BUILT_IN: Mapping[str, Sequence[str]] = {
-    "env": tuple(BUILT_IN_ENVS),
-    "tool": tuple(BUILT_IN_TOOLS),
-    "reward": tuple(BUILT_IN_REWARDS),
-    "trainer": BUILT_IN_TRAINERS,
-    "advantage": BUILT_IN_ADVANTAGES,
-    "loss": BUILT_IN_LOSSES,
-}
-"""Names by kind."""
+REGISTRIES: Final = {registry.kind: registry for registry in (ENVS, TOOLS, REWARDS, TRAINERS, ADVANTAGES, LOSSES)}
 MIN_COLUMNS = 100
 LONGEST_DEFAULT = 60
 
@@ -43,20 +34,24 @@ def command(argv: Sequence[str]) -> int:
         "points of installed packages (groups slipstream.envs, .tools, .rewards, .trainers, .advantages, .losses). Any "
         "other one can be named as module:attribute.",
     )
-    parser.add_argument("--kind", choices=BUILT_IN, help="only plug-ins of this kind")
+    parser.add_argument("--kind", choices=REGISTRIES, help="only plug-ins of this kind")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     arguments = parser.parse_args(argv)
-    found = [each for kind in BUILT_IN if arguments.kind in (None, kind) for each in plugins(kind)]
+    kinds = [arguments.kind] if arguments.kind else REGISTRIES
+    described = [plugin for kind in kinds for plugin in plugins(REGISTRIES[kind])]
     if arguments.json:
         print(
             json.dumps(
-                [{**asdict(each.plugin), "description": each.description, "options": each.options} for each in found],
+                [
+                    {**asdict(each.plugin), "description": each.description, "options": each.options}
+                    for each in described
+                ],
                 indent=2,
             )
         )
     else:
-        table_console(min_width=MIN_COLUMNS).print(_table(found))
-    return 1 if any(each.plugin.problem and each.plugin.target for each in found) else 0
+        table_console(min_width=MIN_COLUMNS).print(_table(described))
+    return 1 if any(each.plugin.problem and each.plugin.target for each in described) else 0
 
 
 @dataclass(frozen=True)
@@ -73,47 +68,48 @@ class Described:
     options: Mapping[str, str]
 
 
-def plugins(kind: str) -> Iterator[Described]:
+def plugins(registry: Registry) -> Iterator[Described]:
     """The built-in plug-ins of a kind, then those of installed packages."""
-    for name in BUILT_IN[kind]:
+    kind = registry.kind
+    for name in registry.built_in:
         absent = kind == "env" and name in PACKAGES and find_spec(PACKAGES[name]) is None
-        found = InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
-        yield _described(found, _built_in(kind, name))
-    for plugin in installed_plugins(kind, BUILT_IN[kind]):
-        yield _described(plugin, None if plugin.problem else find_plugin(kind, plugin.target, {}))
+        plugin = InstalledPlugin(kind, name, "", "slipstream", missing_package(name) if absent else "")
+        yield _described(plugin, _built_in(registry, name))
+    for plugin in registry.installed():
+        yield _described(plugin, None if plugin.problem else registry.load(plugin.target))
 
 
-def _built_in(kind: str, name: str) -> Any:
+def _built_in(registry: Registry, name: str) -> Any:
     """The class or function; of a trainer, an advantage or a loss its section of the configuration."""
-    if kind in ("trainer", "advantage", "loss"):
-        sections = sections_at(kind, sections_at("learner", [RunConfig]))
-        return next(each for each in sections if name in get_args(each.model_fields["name"].annotation))
-    if kind == "reward":
-        return find_plugin(kind, BUILT_IN_REWARDS[name], {})
-    return (BUILT_IN_ENVS if kind == "env" else BUILT_IN_TOOLS)[name]
+    sections = sections_at(registry.kind, sections_at("learner", [RunConfig]))
+    return next((section for section in sections if name in names_of(section)), None) or registry.load(name)
 
 
-def _described(plugin: InstalledPlugin, found: Any) -> Described:
-    paragraph = (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ")
+def _described(plugin: InstalledPlugin, implementation: Any) -> Described:
+    paragraph = (inspect.getdoc(implementation) or "").partition("\n\n")[0].replace("\n", " ")
     description = paragraph.partition(" Raises: ")[0]
-    return Described(plugin, description, options_of(plugin.kind, found))
+    return Described(plugin, description, options_of(plugin.kind, implementation))
 
 
-def options_of(kind: str, found: Any) -> dict[str, str]:
+def options_of(kind: str, implementation: Any) -> dict[str, str]:
     """Options of a plug-in with their defaults as in YAML; empty for a required one."""
-    if isinstance(found, type) and issubclass(found, NamedSection):
-        fields = {name: field for name, field in found.model_fields.items() if name != "name"}
-        return {name: "" if each.is_required() else _yaml(each.get_default()) for name, each in fields.items()}
-    if not callable(found) or kind == "trainer" or (kind in ("tool", "reward") and not isinstance(found, type)):
+    if isinstance(implementation, type) and issubclass(implementation, NamedSection):
+        fields = {name: field for name, field in implementation.model_fields.items() if name != "name"}
+        return {name: "" if option.is_required() else _yaml(option.get_default()) for name, option in fields.items()}
+    if (
+        not callable(implementation)
+        or kind == "trainer"
+        or (kind in ("tool", "reward") and not isinstance(implementation, type))
+    ):
         return {}  # functions of these kinds have none, and trainers read theirs when they are built
     try:
-        parameters = list(inspect.signature(found).parameters.values())
+        parameters = list(inspect.signature(implementation).parameters.values())
     except ValueError:  # some built-in callables have no signature
         return {}
     if kind in ("advantage", "loss"):
         parameters = parameters[1:]  # the first is the input
-    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    return {each.name: "" if each.default is each.empty else _yaml(each.default) for each in named}
+    named = [option for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
+    return {option.name: "" if option.default is option.empty else _yaml(option.default) for option in named}
 
 
 def listed(options: Mapping[str, str]) -> str:
@@ -130,16 +126,16 @@ def _yaml(default: object) -> str:
     return text if len(text) <= LONGEST_DEFAULT else "…"
 
 
-def _table(found: Sequence[Described]) -> Table:
+def _table(plugins: Sequence[Described]) -> Table:
     table = Table(border_style="cyan")
     table.add_column("kind", no_wrap=True)
     table.add_column("name", style="bold cyan", no_wrap=True)
     table.add_column("what it is, and its options", overflow="fold")
-    for each in found:
-        plugin, text = each.plugin, Text(each.description)
-        if each.options:
+    for described in plugins:
+        plugin, text = described.plugin, Text(described.description)
+        if described.options:
             options = [
-                f"{name}={default}" if default else f"{name} (required)" for name, default in each.options.items()
+                f"{name}={default}" if default else f"{name} (required)" for name, default in described.options.items()
             ]
             text += Text(f"\noptions: {', '.join(options)}", style="dim")
         if plugin.target:

@@ -1,4 +1,4 @@
-"""`slipstream summary`: the figures of a finished run as a table, and its curves as a picture."""
+"""`slipstream summary`: the metrics of a finished run as a table, and its curves as a picture."""
 
 import argparse
 import json
@@ -62,7 +62,7 @@ def command(argv: Sequence[str]) -> int:
     from slipstream.tools.ledger.open import RUN_HELP, find_folder
 
     parser = argparse.ArgumentParser(
-        prog="slipstream summary", description="Show a finished run's figures and redraw its picture."
+        prog="slipstream summary", description="Show a finished run's metrics and redraw its picture."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     report(find_folder(parser.parse_args(argv).run))
@@ -92,7 +92,7 @@ def report(folder: RunPaths) -> None:
 
 
 def read_summary(folder: RunPaths) -> Any:
-    """The figures of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
+    """The metrics of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
     try:
         return json.loads(folder.summary.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -116,7 +116,7 @@ def _no_summary(folder: RunPaths) -> SlipstreamError:
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
-    """The figures; a missing one shows as a dash, and so does a row without any."""
+    """The metrics; a missing one shows as a dash, and so does a row without any."""
     table = Table(title=f"run {title}", show_header=False, title_style="bold", border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
@@ -130,8 +130,8 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
 
 def _filled(template: str, summary: Mapping[str, Any]) -> str:
     formatter = _DashForMissing()
-    figures = [formatter.get_field(name, (), summary)[0] for _, name, _, _ in formatter.parse(template) if name]
-    return MISSING if all(figure is None for figure in figures) else formatter.vformat(template, (), summary)
+    values = [formatter.get_field(name, (), summary)[0] for _, name, _, _ in formatter.parse(template) if name]
+    return MISSING if all(value is None for value in values) else formatter.vformat(template, (), summary)
 
 
 def _group_counts(groups: Mapping[str, Any]) -> str:
@@ -240,8 +240,8 @@ def below(lower: Points, scores: Points) -> Points:
 
 def points(steps: Sequence[Record], key: str) -> Points:
     """Step and value of the records that have the key."""
-    found = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    measured = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
+    return [step for step, _ in measured], [value for _, value in measured]
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:

@@ -18,7 +18,7 @@ from slipstream.models.folder import model_folder
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
 SHOWN_CHARACTERS: Final = 4000
-"""Of one stretch of text."""
+"""Characters that are shown of one stretch of text."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def stretches(trajectory: Trajectory, decode: Decode) -> list[Stretch]:
     """The trajectory's prompt, actions and observations in order."""
     ids, mask = token_ids(trajectory), action_mask(trajectory)
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    found = []
+    parts = []
     for start, end in pairwise(edges):
         role = "action" if mask[start] else "observation" if start else "prompt"
         versions = [span.version for span in trajectory.spans if span.start < end and span.end > start]
-        found.append(Stretch(role, start, end, sorted(set(versions)), decode(ids[start:end].tolist())))
-    return found
+        parts.append(Stretch(role, start, end, sorted(set(versions)), decode(ids[start:end].tolist())))
+    return parts
 
 
 def text_of(trajectory: Trajectory, decode: Decode) -> str:

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.handlers.peers import Send, peer_name
-from slipstream.buffer.policies.admission import uses_per_group
+from slipstream.buffer.policies.admission import Candidate, Throughput, share_room, ticket_limit, uses_per_group
 from slipstream.buffer.policies.curriculum import Place, skipped, upcoming
 from slipstream.buffer.policies.sampling import task_order
-from slipstream.buffer.policies.sharing import Candidate, Throughput, share_room, ticket_limit
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import IssuedTask, Room, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.buffer import CurriculumConfig
 
 log = get_log("buffer.fleet")
 
@@ -26,39 +24,6 @@ GRACE_S = 5.0
 RESERVED_S = 1.0
 """Time for which tickets are kept for servers that have just joined, or are behind and have a version published or
 installed since."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetSettings:
-    """Settings of tickets and servers."""
-
-    seed: int
-    group_size: int
-    greedy_baseline: bool
-    eval_tasks: int
-    """Held-out tasks of an evaluation, at most."""
-    eval_samples: int
-    """Answers to each of them."""
-    server_deadline_s: float
-    """Silence after which a server is removed."""
-    capacity: float
-    """Groups that admission allows at most, issued, ready and leased together."""
-    curriculum: CurriculumConfig | None
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "FleetSettings":
-        """The settings of a run."""
-        uses = uses_per_group(config.buffer, publish_every_steps=config.weights.publish_every_steps)
-        return cls(
-            seed=config.run.seed,
-            group_size=config.rollout.group_size,
-            greedy_baseline=config.greedy_baseline,
-            eval_tasks=config.eval.tasks,
-            eval_samples=config.eval.samples,
-            server_deadline_s=config.buffer.server_deadline_s,
-            capacity=(config.buffer.max_staleness + 1) * config.groups_per_version / uses,
-            curriculum=config.buffer.curriculum,
-        )
 
 
 @dataclass
@@ -132,11 +97,13 @@ class Fleet:
         paused: True while no train tickets are issued, because the learner is away.
     """
 
-    def __init__(self, settings: FleetSettings, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
-        self._settings = settings
+    def __init__(self, config: RunConfig, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
+        self._config = config
         self._ledger = ledger
         self._send = send
         self._memory = memory
+        uses = uses_per_group(config.buffer, publish_every_steps=config.weights.publish_every_steps)
+        self._capacity = (config.buffer.max_staleness + 1) * config.groups_per_version / uses
         self._delivered = self._grants = 0
         self._latest, self._published_at = -1, float("-inf")
         self.servers: dict[bytes, Server] = {}
@@ -236,7 +203,7 @@ class Fleet:
         return version not in (server.eval_share_granted, server.eval_drained)
 
     def _is_silent(self, server: Server, now: float) -> bool:
-        return now - server.last_message_at > self._settings.server_deadline_s
+        return now - server.last_message_at > self._config.buffer.server_deadline_s
 
     async def _grant_groups(self, now: float) -> None:
         """Grants train tickets."""
@@ -247,31 +214,36 @@ class Fleet:
         ]
         if not asking:
             return
-        for each in asking:
-            each.server.credits_used = True  # before the calls: a ticket that returns during them must count
+        for asker in asking:
+            asker.server.credits_used = True  # before the calls: a ticket that returns during them must count
         full: set[bytes] = set()
         try:
-            room = await self._ledger.room([each.name for each in asking], sorted({each.version for each in asking}))
+            room = await self._ledger.room(
+                [asker.name for asker in asking], sorted({asker.version for asker in asking})
+            )
             if room.version != self._latest:
                 self._latest, self._published_at = room.version, now
             if room.held:
                 issued = await self._issue(asking, room, now)
                 full = {
-                    each.peer for each in asking if room.held[each.name] + issued[each.peer] >= each.credits.capacity
+                    asker.peer
+                    for asker in asking
+                    if room.held[asker.name] + issued[asker.peer] >= asker.credits.capacity
                 }
         finally:
-            for each in asking:
-                each.server.credits_used = each.server.credits_used and each.peer in full
+            for asker in asking:
+                asker.server.credits_used = asker.server.credits_used and asker.peer in full
 
     async def _issue(self, asking: Sequence[Asking], room: Room, now: float) -> Counter[bytes]:
         """Issues and sends tickets; returns their number by peer."""
-        asking = [each for each in asking if self.servers.get(each.peer) is each.server]  # others left during the call
-        asking = sorted(asking, key=lambda each: each.server.grant)  # of equal servers, those that got none for longest
+        # Others left during the call. Of equal servers, those come first that got none for longest.
+        asking = [asker for asker in asking if self.servers.get(asker.peer) is asker.server]
+        asking.sort(key=lambda asker: asker.server.grant)
         shares = share_room([*self._candidates(asking, room, now), *self._newcomers(room, now)])
         granted = [
-            (each, TicketRequest(each.name, each.version, each.credits.capacity, share))
-            for each, share in zip(asking, shares, strict=False)
-            if share and room.allowed[each.version]  # otherwise its share is reserved
+            (asker, TicketRequest(asker.name, asker.version, asker.credits.capacity, share))
+            for asker, share in zip(asking, shares, strict=False)
+            if share and room.allowed[asker.version]  # otherwise its share is reserved
         ]
         numbers = Counter[bytes]()
         if not granted:
@@ -280,17 +252,17 @@ class Fleet:
         requests = [request for _, request in granted]
         skip = await self._skipped(room, sum(request.tickets for request in requests), train_tasks)
         issued = await self._ledger.issue(requests, train_tasks=train_tasks, skip=skip)
-        for (each, _), tasks in zip(granted, issued, strict=True):
+        for (asker, _), tasks in zip(granted, issued, strict=True):
             self._grants += 1
-            each.server.grant = self._grants
-            numbers[each.peer] = len(tasks)
+            asker.server.grant = self._grants
+            numbers[asker.peer] = len(tasks)
             if tasks:
-                await self._send(each.peer, m.Tickets(tickets=self._tickets(tasks, each.version, train_tasks)))
+                await self._send(asker.peer, m.Tickets(tickets=self._tickets(tasks, asker.version, train_tasks)))
         return numbers
 
     async def _skipped(self, room: Room, tickets: int, train_tasks: int) -> Sequence[Place]:
         """Places at the cursor that a grant of so many tickets skips."""
-        curriculum, seed = self._settings.curriculum, self._settings.seed
+        curriculum, seed = self._config.buffer.curriculum, self._config.run.seed
         if curriculum is None:
             return ()
         places = upcoming(room.cursor, tickets=tickets, train_tasks=train_tasks, curriculum=curriculum)
@@ -299,20 +271,20 @@ class Fleet:
 
     def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
         """Index of the task at a position of an epoch."""
-        return int(task_order(train_tasks, seed=self._settings.seed, epoch=epoch)[position])
+        return int(task_order(train_tasks, seed=self._config.run.seed, epoch=epoch)[position])
 
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
         most, reserves_since = max(room.allowed.values()), now - RESERVED_S
         total = sum(map(self._throughput, self.servers.values()))
-        for each in asking:
+        for asker in asking:
             limit = ticket_limit(
-                throughput=self._throughput(each.server), total_throughput=total, capacity=self._settings.capacity
+                throughput=self._throughput(asker.server), total_throughput=total, capacity=self._capacity
             )
-            allowed = room.allowed[each.version]
-            installs = each.version == room.version - 1 and self._published_at > reserves_since
-            if not allowed and (installs or each.server.version_since > reserves_since):
+            allowed = room.allowed[asker.version]
+            installs = asker.version == room.version - 1 and self._published_at > reserves_since
+            if not allowed and (installs or asker.server.version_since > reserves_since):
                 allowed = most
-            yield Candidate(room.held[each.name], min(limit, each.credits.capacity), allowed)
+            yield Candidate(room.held[asker.name], min(limit, asker.credits.capacity), allowed)
 
     def _newcomers(self, room: Room, now: float) -> Iterator[Candidate]:
         """Servers that have not reported their credits yet."""
@@ -325,16 +297,15 @@ class Fleet:
         return server.throughput.value(delivered_by_fleet=self._delivered, servers=len(self.servers))
 
     def _tickets(self, tasks: Sequence[IssuedTask], version: int, train_tasks: int) -> list[m.Ticket]:
-        settings = self._settings
         return [
             m.Ticket(
                 id=task.id,
                 kind=m.TRAIN,
                 epoch=task.epoch,
                 indices=[self.task(task.epoch, task.position, train_tasks=train_tasks)],
-                samples=settings.group_size,
+                samples=self._config.rollout.group_size,
                 version=version,
-                greedy=settings.greedy_baseline,
+                greedy=self._config.greedy_baseline,
             )
             for task in tasks
         ]
@@ -367,7 +338,7 @@ class Fleet:
                 kind=m.EVAL,
                 epoch=0,
                 indices=list(range(work.first, work.first + work.tasks)),
-                samples=self._settings.eval_samples,
+                samples=self._config.eval.samples,
                 version=version,
             )
             for work in granted
@@ -392,9 +363,9 @@ class Fleet:
                 total += 0 if self._is_silent(other, now) else other.credits.capacity
         if not credits.capacity:
             return 0
-        tasks = min(server.hello.eval_tasks, self._settings.eval_tasks)
+        tasks = min(server.hello.eval_tasks, self._config.eval.tasks)
         part = tasks * (before + credits.capacity) // total - tasks * before // total
-        return min(credits.capacity * self._settings.group_size, max(1, part))
+        return min(credits.capacity * self._config.rollout.group_size, max(1, part))
 
 
 def _now() -> float:

@@ -9,12 +9,12 @@ import msgspec
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
-from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import IsConnected, MalformedCounter, Send, peer_name
+from slipstream.buffer.handlers.rollout import Ingest
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.spill import Spiller
-from slipstream.buffer.store.types import Lease, SpilledGroupsError, SupersededError, UnknownLearnerError
+from slipstream.buffer.store.types import LeasedGroups, SpilledGroupsError, SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
@@ -244,7 +244,7 @@ class LeaseQueue:
             )
         return m.NotReady(request=request.request) if _now() >= pending.until else None
 
-    async def _lease(self, request: m.LeaseRequest) -> Lease | None:
+    async def _lease(self, request: m.LeaseRequest) -> LeasedGroups | None:
         while True:
             try:
                 return await self._ledger.lease(

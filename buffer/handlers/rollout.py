@@ -1,21 +1,175 @@
-"""Messages of rollout servers: hello, goodbye, failed tickets. Deliveries: `ingest.py`; heartbeats: `fleet.py`."""
+"""Messages of rollout servers: hello, goodbye, deliveries, failed tickets. Heartbeats: `fleet.py`."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
-from slipstream.buffer.handlers.ingest import Ingest
-from slipstream.buffer.handlers.peers import Send, peer_name
-from slipstream.buffer.policies.lengths import histogram
-from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.types import Facts
+from slipstream.buffer.handlers.inspection import (
+    FUTURE_VERSION,
+    OTHER_TICKET,
+    OUT_OF_VOCABULARY,
+    Dropped,
+    EvalSliceResult,
+    Inspected,
+    InvalidGroupError,
+)
+from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
+from slipstream.buffer.policies.curriculum import Place
+from slipstream.buffer.policies.statistics import histogram
+from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
+from slipstream.buffer.store.redis import MemoryGuard
+from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.rollout")
 
 MAX_SERVERS = 10_000
+MALFORMED_RETRIES = 3
+"""Times that a refused group is requested again: the network may have damaged it."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A delivery whose groups are not stored yet."""
+
+    peer: bytes
+    train_tasks: int
+    """Train tasks of the sender's env."""
+    outcomes: dict[str, str]
+    """Outcomes of the groups that are neither stored nor dropped with others."""
+    groups: list[Inspected]
+    """The others: to be stored, or dropped, unless they are not those of their tickets."""
+
+
+class Ingest:
+    """Stores delivered groups in batches, then acknowledges them.
+
+    A group lost here by a failure was not acknowledged, so its sender still has it and sends it again.
+    """
+
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, malformed: MalformedCounter, memory: MemoryGuard, send: Send
+    ) -> None:
+        self._ledger = ledger
+        self._fleet = fleet
+        self._malformed = malformed
+        self._memory = memory
+        self._send = send
+        self._waiting: list[Delivery] = []
+        self._groups = self._bytes = 0
+        self._storing = asyncio.Lock()
+
+    async def take(self, peer: bytes, groups: Sequence[Inspected], *, vocab_size: int, train_tasks: int) -> None:
+        """Queues a delivery for `store`, which runs at once if the queue is long.
+
+        Args:
+            vocab_size: the model's number of token ids; a group with another token id is refused.
+            train_tasks: tasks of the peer's env to train on.
+        """
+        within = [_within(group, vocab_size) for group in groups]
+        await self._memory.attempt(self._take(Delivery(peer, train_tasks, {}, []), within))
+
+    async def store(self) -> None:
+        """Stores and acknowledges all queued deliveries, unless Redis is full."""
+        await self._memory.attempt(self._store())
+
+    async def _take(self, delivery: Delivery, groups: Sequence[Inspected]) -> None:
+        for group in groups:
+            if isinstance(group.result, DeliveredGroup | Dropped):
+                delivery.groups.append(group)
+            else:
+                delivery.outcomes[group.id] = await self._not_stored(group.id, group.result)
+        self._waiting.append(delivery)
+        self._groups += len(delivery.groups)
+        results = [group.result for group in delivery.groups]
+        self._bytes += sum(len(result.blob) for result in results if isinstance(result, DeliveredGroup))
+        if self._groups >= STORED_AT_ONCE or self._bytes >= STORED_AT_ONCE_BYTES:
+            await self._store()
+
+    async def _store(self) -> None:
+        async with self._storing:
+            waiting, self._waiting = self._waiting, []
+            self._groups = self._bytes = 0
+            groups = await self._sort_out(waiting)
+            delivered = await self._ledger.deliver(groups)
+            stored = {group.id: outcome for group, outcome in zip(groups, delivered, strict=True)}
+            lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
+            if lost:
+                log.warning("Redis lost the bytes of arriving groups, requesting them again", groups=lost)
+            for group_id in [group_id for group_id, outcome in stored.items() if outcome == "future"]:
+                error = InvalidGroupError(FUTURE_VERSION, f"group {group_id}: a policy version that was not published")
+                stored[group_id] = await self._not_stored(group_id, error)
+            for delivery in waiting:
+                outcomes = {group.id: stored[group.id] for group in delivery.groups if group.id in stored}
+                outcomes |= delivery.outcomes
+                generated = sum(outcome in ("ready", "filtered") for outcome in outcomes.values())
+                self._fleet.ticket_returned(delivery.peer, delivered=generated)
+                await self._send(delivery.peer, m.Acknowledge(outcomes=outcomes))
+
+    async def _sort_out(self, waiting: Sequence[Delivery]) -> list[DeliveredGroup]:
+        """The groups to store; those that a filter drops or that have another task than their ticket get an outcome."""
+        places = await self._ledger.places([group.id for delivery in waiting for group in delivery.groups])
+        groups: list[DeliveredGroup] = []
+        for delivery in waiting:
+            for group in delivery.groups:
+                result = self._other_ticket(group, places.get(group.id), delivery.train_tasks) or group.result
+                if isinstance(result, DeliveredGroup):
+                    groups.append(result)
+                else:
+                    delivery.outcomes[group.id] = await self._not_stored(group.id, result)
+        return groups
+
+    def _other_ticket(self, group: Inspected, place: Place | None, train_tasks: int) -> InvalidGroupError | None:
+        """The error of a group whose task is not that of its ticket, which is at `place`; None: not in flight."""
+        if place is None:
+            return None
+        epoch, task = place[0], self._fleet.task(*place, train_tasks=train_tasks)
+        if (group.epoch, group.task) == (epoch, task):
+            return None
+        detail = f"group {group.id}: task {group.task} of epoch {group.epoch}, but its ticket has {task} of {epoch}"
+        return InvalidGroupError(OTHER_TICKET, detail)
+
+    async def _not_stored(self, group_id: str, result: EvalSliceResult | Dropped | FrameError) -> str:
+        """The outcome of a group that is not stored with the others."""
+        match result:
+            case EvalSliceResult():
+                return await self._ledger.evaluations.record(
+                    result.work,
+                    version=result.version,
+                    failures=result.failures,
+                    tallies=result.tallies,
+                    blob=result.blob,
+                )
+            case Dropped():
+                return await self._ledger.filter(group_id, reason=result.reason, facts=result.facts)
+            case FrameError():
+                outcome = await self._reject(group_id, result.reason)
+                self._malformed.add("group refused", group=group_id, code=result.reason, reason=str(result))
+                if outcome == "filtered":  # a slice of an evaluation may go to another server
+                    self._fleet.offer_evaluation()
+                return outcome
+
+    async def _reject(self, group_id: str, reason: str) -> str:
+        # A malformed group has no readable kind, so first try it as a slice of an evaluation.
+        outcome = await self._ledger.evaluations.record_failure(
+            group_id, reason=reason, ignored_failures=MALFORMED_RETRIES
+        )
+        if outcome != "void":
+            return outcome
+        return await self._ledger.filter(group_id, reason=reason, facts=Facts(), ignored_failures=MALFORMED_RETRIES)
+
+
+def _within(group: Inspected, vocab_size: int) -> Inspected:
+    """The inspected group, refused if it has a token id outside the model's vocabulary."""
+    if group.largest_token < vocab_size:
+        return group
+    detail = f"group {group.id}: token id {group.largest_token} is outside the vocabulary of {vocab_size}"
+    return Inspected(group.id, InvalidGroupError(OUT_OF_VOCABULARY, detail))
 
 
 class RolloutHandler:
@@ -35,9 +189,7 @@ class RolloutHandler:
         await self._ingest.store()  # the answer implies that all groups delivered before the hello were handled
         servers = self._fleet.servers
         known = servers.get(peer)
-        if (
-            known is not None and known.hello == hello
-        ):  # thousands of repetitions may be queued after an outage of Redis
+        if known is not None and known.hello == hello:  # after an outage, thousands of these may be queued
             await self._send(peer, m.Welcome(version=await self._ledger.version()))
             known.offer_evaluation()
             return

@@ -1,38 +1,62 @@
-"""Expected use of generated groups under the admission bound of `store/lua/prelude.lua`.
+"""Limits on the groups that are issued: the rate limiter, the uses that admission reserves, the shares of the servers.
 
-With fifo a group is used at least once before it is too stale. The other samplers may pass a group by until it is too
-stale. That happens where the learner is the bottleneck, so that more groups are ready than a step takes.
+The rate limiter is Reverb's SampleToInsertRatio, which bounds the ratio of uses to insertions:
+
+    diff = inserts · samples_per_insert - samples
+
+A lease of `count` groups is allowed while diff - count >= min_diff and inserts >= min_ready; an insertion of `count`
+groups while diff + count · samples_per_insert <= max_diff, with
+min_diff, max_diff = min_ready · samples_per_insert -/+ tolerance. Until `min_ready` groups are in, nothing is leased
+so diff can't exceed max_diff: Reverb's extra rule, free insertions until then, is not needed.
+
+Counts: `inserts` are the groups that became ready and are still in the buffer, `samples` are the uses of these.
+A group that leaves (used up or expired) is subtracted from both with its uses, and a returned lease subtracts its
+samples; otherwise diff would keep groups that can't be used any more, and insertions or leases would stop for good. So
+diff is the distance of the groups in the buffer from `samples_per_insert` uses each. `min_ready` counts all groups that
+ever became ready.
+
+Reverb can always insert. Here admission (lua/issue.lua) stops insertions while there are enough groups, so a lease
+waits only while a group can arrive: with nothing in flight and no ticket allowed, it takes the ready groups.
+
+The bounds are applied atomically in lua/lease.lua and lua/issue.lua.
+
+Source: Cassirer et al. 2021, "Reverb", arXiv 2102.04736; reverb/cc/rate_limiter.cc, reverb/rate_limiters.py.
 """
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from slipstream.configs.schema.buffer import BufferConfig, LimiterConfig
 
-from slipstream.buffer.policies.sampling import Order, order
-from slipstream.configs.schema.buffer import BufferConfig, SamplerConfig
-
-MAX_GROUPS = 256
-"""Groups in the simulation: larger pipelines are scaled down."""
-MAX_STEPS_OF_LIFE = 32
-"""Steps before a group is too stale in the simulation: beyond it the figures hardly change."""
-LIVES = 12
-"""Simulated time, in the time after which a group is too stale; the first quarter is not measured."""
+DELIVERIES_PER_SERVER = 16
+"""Time constant of the throughput's mean, in groups of the fleet per server."""
+SLACK = 1.25
+"""Excess of a server's limit over its share in the throughput. Without it, chance would decide which of two equal
+servers holds more, and for long: each would finish as many groups as it may hold."""
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """Mean use of the groups that leave the buffer."""
+class Bounds:
+    """Bounds of diff."""
 
-    never_used: float
-    """Share of groups that become too stale before their first use."""
-    uses: float
-    """Uses of a group."""
+    min_diff: float
+    """Uses; leases stop here."""
+    max_diff: float
+    """Uses; insertions stop here."""
+    samples_per_insert: float
+    """Uses per inserted group; 0 where diff is not bounded."""
+    min_ready: int
+    """Insertions before the first lease."""
 
-    @property
-    def log_fields(self) -> dict[str, str | float]:
-        """Both figures, rounded."""
-        return {"never_used": f"{self.never_used:.0%}", "uses": round(self.uses, 2)}
+
+def bounds(limiter: LimiterConfig) -> Bounds:
+    """The bounds that the limiter sets; none of diff without `samples_per_insert` (Reverb's MinSize)."""
+    if limiter.samples_per_insert is None:
+        return Bounds(-math.inf, math.inf, 0.0, limiter.min_ready)
+    middle = limiter.min_ready * limiter.samples_per_insert
+    return Bounds(middle - limiter.tolerance, middle + limiter.tolerance, limiter.samples_per_insert, limiter.min_ready)
 
 
 def uses_per_group(buffer: BufferConfig, *, publish_every_steps: int) -> float:
@@ -41,71 +65,59 @@ def uses_per_group(buffer: BufferConfig, *, publish_every_steps: int) -> float:
     return max(1.0, min(uses, buffer.limiter.samples_per_insert or math.inf))
 
 
-def expect_use(buffer: BufferConfig, *, groups_per_step: int, publish_every_steps: int) -> Expectation:
-    """Expected use where the learner is the bottleneck: every granted group is ready before the next lease.
+@dataclass(frozen=True)
+class Candidate:
+    """A server with free credits."""
 
-    For `prioritized` the rewards are assumed to be 0 or 1, with success rates uniform over the tasks and 8 answers.
+    held: int
+    limit: int
+    """Tickets that it may hold."""
+    room: int
+    """Groups that admission allows for its version, less than for others if it is behind."""
+
+
+def share_room(candidates: Sequence[Candidate]) -> list[int]:
+    """Further tickets of each candidate, by water-filling: each goes to the one that holds the fewest.
+
+    Of those that hold equally many, the first gets more: at most ⌈room / candidates⌉ if all hold equally many.
     """
-    steps_per_version = min(publish_every_steps, MAX_STEPS_OF_LIFE)
-    versions = min(buffer.max_staleness + 1, max(1, MAX_STEPS_OF_LIFE // steps_per_version))
-    life = versions * steps_per_version
-    step_groups = max(4, min(groups_per_step, MAX_GROUPS // life))
-    reserved = min(uses_per_group(buffer, publish_every_steps=publish_every_steps), life)
-    waiting = _Waiting(buffer.sampler, buffer.limiter.max_uses)
-    left: list[int] = []
-    for step in range(LIVES * life):
-        version, step_of_version = divmod(step, steps_per_version)
-        leaving = waiting.expire(version - versions + 1)
-        groups = len(waiting.groups)
-        remaining = max(groups, reserved * groups - sum(group.uses for group in waiting.groups))
-        room = math.floor(((life - step_of_version) * step_groups - remaining) / reserved)
-        waiting.add(max(room, step_groups - groups), version)
-        leaving += waiting.use(step_groups)
-        if step >= LIVES * life // 4:
-            left += [group.uses for group in leaving]
-    return Expectation(never_used=float(np.mean(np.equal(left, 0))), uses=float(np.mean(left)))
+    room = max((candidate.room for candidate in candidates), default=0)
+    shares = [0] * len(candidates)
+    heap = [(candidate.held, index) for index, candidate in enumerate(candidates)]
+    heapq.heapify(heap)
+    granted = 0
+    while heap and granted < room:
+        held, index = heapq.heappop(heap)
+        if held < candidates[index].limit and granted < candidates[index].room:
+            shares[index] += 1
+            granted += 1
+            heapq.heappush(heap, (held + 1, index))
+    return shares
 
 
-@dataclass
-class _Group:
-    order: Order
-    key: float
-    version: int
-    uses: int = 0
+def ticket_limit(*, throughput: float, total_throughput: float, capacity: float) -> int:
+    """Tickets that a server of this throughput may hold.
+
+    The learner consumes the `capacity` of the pipeline, in groups, in the time capacity / total_throughput; what takes
+    longer is too stale. By Little's law a server that holds h tickets takes h / throughput for a group. So the limit of
+    a server that is faster than that time grows with every group, and that of a slower one shrinks, down to 1.
+    """
+    return max(1, round(SLACK * capacity * throughput / total_throughput))
 
 
-class _Waiting:
-    """Simulated groups that wait for a use."""
+class Throughput:
+    """A server's groups, exponentially weighted: a group counts less with every group of the fleet since."""
 
-    def __init__(self, sampler: SamplerConfig, max_uses: int) -> None:
-        self.groups: list[_Group] = []
-        self._sampler = sampler
-        self._max_uses = max_uses
-        self._rng = np.random.default_rng(0)
-        self._race = 0.0
-        self._number = 0
+    def __init__(self, delivered_by_fleet: int) -> None:
+        """A new server has the mean throughput."""
+        self._groups = float(DELIVERIES_PER_SERVER)
+        self._at = delivered_by_fleet
 
-    def add(self, count: int, version: int) -> None:
-        for _ in range(count):
-            self._number += 1
-            rewards = self._rng.binomial(1, self._rng.random(), 8).tolist()
-            place = order(self._sampler, number=self._number, oldest_version=version, rewards=rewards, rng=self._rng)
-            self.groups.append(_Group(place, place.key + self._race * place.raced, version))
+    def add(self, groups: int, *, delivered_by_fleet: int, servers: int) -> None:
+        """Counts delivered groups."""
+        self._groups = self.value(delivered_by_fleet=delivered_by_fleet, servers=servers) + groups
+        self._at = delivered_by_fleet
 
-    def expire(self, oldest_version: int) -> list[_Group]:
-        stale = [group for group in self.groups if group.version < oldest_version]
-        self.groups = [group for group in self.groups if group.version >= oldest_version]
-        return stale
-
-    def use(self, count: int) -> list[_Group]:
-        """Uses the first groups of the sampler's order once; returns those that are used up."""
-        self.groups.sort(key=lambda group: group.key)
-        used = self.groups[:count]
-        if used[-1].order.raced:
-            self._race = used[-1].key
-        for group in used:
-            group.uses += 1
-            if group.order.raced:
-                group.key = self._race + self._rng.exponential() / group.order.weight
-        self.groups = [group for group in self.groups if group.uses < self._max_uses]
-        return [group for group in used if group.uses >= self._max_uses]
+    def value(self, *, delivered_by_fleet: int, servers: int) -> float:
+        """The weighted number of groups; of servers with equal throughput, DELIVERIES_PER_SERVER."""
+        return self._groups * math.exp((self._at - delivered_by_fleet) / (DELIVERIES_PER_SERVER * servers))

@@ -1,4 +1,9 @@
-"""Filters on arrival: the episodes of a group that are used, by the configured filters in their order."""
+"""Filters on arrival: the episodes of a group that are used, by the configured filters in their order.
+
+Policy filtration (PF-PPO) resamples the answers of a group by the rank of their reward.
+
+Source: Zhang et al. 2025, "Policy Filtration for RLHF to Mitigate Noise in Reward Models", arXiv 2409.06957v5.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +11,13 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from slipstream.buffer.policies.pf_ppo import filtrate
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
+# N answers of a group
+
+Strategy = Literal["best_of_n", "best_random", "best_worst", "pow"]
 Outcome = Literal["solved", "unsolved", "mixed"]
 
 MIN_SPREAD: Final = 1e-6
@@ -18,7 +26,7 @@ SOLVED_ABOVE: Final = 0.5
 """A task whose group has no spread and a mean reward above this counts as solved, otherwise as unsolved."""
 
 
-class Episode(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an episode that the filters use."""
 
     tokens: int
@@ -48,7 +56,9 @@ class Verdict:
         return None if self.keep else self.dropped[-1][1]
 
 
-def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
+def apply_filters(
+    episodes: Sequence[EpisodeFacts], filters: Sequence[Filter], rng: np.random.Generator | None
+) -> Verdict:
     """Applies the filters in order, each to the episodes that the earlier ones kept.
 
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
@@ -85,13 +95,13 @@ def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: n
     return Verdict(keep=tuple(keep), dropped=tuple(dropped.items()), outcome=outcome)
 
 
-def group_outcome(episodes: Sequence[Episode], filters: Sequence[Filter]) -> Outcome:
+def group_outcome(episodes: Sequence[EpisodeFacts], filters: Sequence[Filter]) -> Outcome:
     """The outcome over all episodes of a group, also those that filters drop.
 
     Judged by the score of the first `dynamic_sampling` filter, otherwise by the reward.
     """
-    config = next((each for each in filters if isinstance(each, DynamicSamplingConfig)), None)
-    return task_outcome([each.reward if config is None else _score(each, config) for each in episodes])
+    config = next((chosen for chosen in filters if isinstance(chosen, DynamicSamplingConfig)), None)
+    return task_outcome([episode.reward if config is None else _score(episode, config) for episode in episodes])
 
 
 def draws(filters: Sequence[Filter]) -> bool:
@@ -111,13 +121,70 @@ def task_outcome(rewards: Sequence[float]) -> Outcome:
     return "solved" if sum(rewards) / len(rewards) > SOLVED_ABOVE else "unsolved"
 
 
-def _score(episode: Episode, config: DynamicSamplingConfig) -> float:
+def _score(episode: EpisodeFacts, config: DynamicSamplingConfig) -> float:
     return episode.reward if config.score is None else episode.scores[config.score]
 
 
-def _has_fitting_length(episode: Episode, config: LengthFilterConfig) -> bool:
+def _has_fitting_length(episode: EpisodeFacts, config: LengthFilterConfig) -> bool:
     return (
         episode.tokens >= config.min_tokens
         and (config.max_tokens is None or episode.tokens <= config.max_tokens)
         and not (config.drop_truncated and episode.truncated)
     )
+
+
+def rank_weights(rewards_N: Sequence[float], *, strategy: Strategy, exponent: float) -> NDArray[np.float64]:
+    """Probability of drawing each answer of one prompt, in the order of `rewards_N`; shape [N], sum 1.
+
+    Answers are ranked by falling reward; of equal rewards the lower index ranks higher.
+
+    best_of_n    (1, 0, …, 0)
+    best_random  (½, ½/(N-1), …, ½/(N-1))
+    best_worst   (½, 0, …, 0, ½)
+    pow          |reward|^exponent, normalised; uniform if all rewards are zero. Needs no rank.
+
+    A single answer has weight 1 with every strategy.
+
+    Raises: ValueError if there are no rewards, or one is not finite.
+    Source: arXiv 2409.06957, §4 (weight vectors) and §5.4 (PPO-pow-k).
+    """
+    rewards = np.asarray(rewards_N, dtype=np.float64)
+    answers = rewards.size
+    if answers == 0 or not np.isfinite(rewards).all():
+        raise ValueError(f"rewards={list(rewards_N)} must be one finite number or more")
+    if answers == 1:
+        return np.ones(1)
+    if strategy == "pow":
+        return _power_weights(np.abs(rewards), exponent)
+    ranked = np.argsort(-rewards, kind="stable")
+    weights = np.zeros(answers)
+    match strategy:
+        case "best_of_n":
+            weights[ranked[0]] = 1.0
+        case "best_random":
+            weights[:] = 0.5 / (answers - 1)
+            weights[ranked[0]] = 0.5
+        case "best_worst":
+            weights[ranked[[0, -1]]] = 0.5
+    return weights
+
+
+def _power_weights(sizes_N: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
+    largest = sizes_N.max()
+    if largest == 0:
+        return np.full(sizes_N.size, 1 / sizes_N.size)
+    powers: NDArray[np.float64] = (sizes_N / largest) ** exponent  # scaled first: no overflow, and the same weights
+    powers /= powers.sum()
+    return powers
+
+
+def filtrate(
+    rewards_N: Sequence[float], *, strategy: Strategy, exponent: float, keep: int, rng: np.random.Generator
+) -> tuple[int, ...]:
+    """Draws `keep` answers by their `rank_weights`, with replacement; indices, ascending.
+
+    Raises: ValueError if there are no rewards, or one is not finite.
+    Source: arXiv 2409.06957, §4 (draws from the filtered policy).
+    """
+    weights = rank_weights(rewards_N, strategy=strategy, exponent=exponent)
+    return tuple(sorted(rng.choice(weights.size, size=keep, p=weights).tolist()))

@@ -5,10 +5,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.policies.evaluation import estimates
-from slipstream.buffer.store.scripts import Scripts
-from slipstream.buffer.store.types import EvalSlice, LedgerRules, of_kind
+from slipstream.buffer.policies.statistics import estimates
+from slipstream.buffer.store.redis import Scripts
+from slipstream.buffer.store.types import EvalSlice, of_kind
 from slipstream.buffer.wire.messages import EvalReport
+from slipstream.configs.schema.run import EvalConfig
 
 MOST_EVAL_TASKS = 64
 """Held-out tasks per ticket: their answers travel in one frame."""
@@ -18,10 +19,12 @@ EVAL_RETRIES = 3
 class Evaluations:
     """The evaluations of one run. Raises redis.RedisError as its ledger does."""
 
-    def __init__(self, redis: Redis, scripts: Scripts, rules: LedgerRules) -> None:
+    def __init__(self, redis: Redis, scripts: Scripts, config: EvalConfig, *, deadline_s: float) -> None:
+        """Slices that were not answered in `deadline_s` are granted again."""
         self._redis = redis
         self._scripts = scripts
-        self._rules = rules
+        self._config = config
+        self._deadline_s = deadline_s
         self._reports: dict[int, EvalReport] = {}
 
     async def grant(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
@@ -34,10 +37,10 @@ class Evaluations:
         left, *flat = await self._scripts.call(
             "evaluate",
             version=version,
-            tasks=min(eval_tasks, self._rules.eval_tasks),
+            tasks=min(eval_tasks, self._config.tasks),
             share=share,
             slice_size=MOST_EVAL_TASKS,
-            deadline_s=self._rules.ticket_deadline_s,
+            deadline_s=self._deadline_s,
             server=server,
         )
         granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
@@ -71,10 +74,10 @@ class Evaluations:
         )
         return str(outcome.decode())
 
-    async def record_failure(self, ticket_id: str, *, reason: str, patience: int = 0) -> str:
-        """Records a failed slice; after `patience` failures it is granted again, at most EVAL_RETRIES times."""
+    async def record_failure(self, ticket_id: str, *, reason: str, ignored_failures: int = 0) -> str:
+        """Records a failed slice; after `ignored_failures` of them it is granted again, at most EVAL_RETRIES times."""
         outcome = await self._scripts.call(
-            "evaluation_failed", id=ticket_id, reason=reason, patience=patience, retries=EVAL_RETRIES
+            "evaluation_failed", id=ticket_id, reason=reason, ignored_failures=ignored_failures, retries=EVAL_RETRIES
         )
         return str(outcome.decode())
 
@@ -91,11 +94,11 @@ class Evaluations:
         ids: set[Any] = await self._redis.smembers(f"{name}:groups")
         names = [name.removeprefix("sum:") for name in fields if name.startswith("sum:")]
         tallies = {name: (fields[f"sum:{name}"], fields[f"squares:{name}"]) for name in names}
-        figures = estimates(tallies, int(fields["done"]))
+        by_name = estimates(tallies, int(fields["done"]))
         return EvalReport(
             version=version,
-            score=figures.pop("score", 0.0),
-            estimates=figures,
+            score=by_name.pop("score", 0.0),
+            estimates=by_name,
             tasks=int(fields["done"]),
             failures={reason: int(tasks) for reason, tasks in of_kind("failed", fields).items()},
             eval_s=fields["finished"] - fields["started"],

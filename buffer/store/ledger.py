@@ -5,19 +5,19 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from slipstream.buffer.policies.admission import bounds
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.policies.statistics import ks_distance
 from slipstream.buffer.store.evaluations import Evaluations
-from slipstream.buffer.store.redis import portions, set_all
-from slipstream.buffer.store.scripts import Scripts
+from slipstream.buffer.store.redis import Scripts, portions, set_all
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
+    SPILL_BYTES,
     DeliveredGroup,
     Facts,
     IssuedTask,
-    Lease,
-    LedgerRules,
+    LeasedGroups,
     LedgerSnapshot,
     Room,
     SpilledGroupsError,
@@ -53,22 +53,20 @@ class Ledger:
     NotCurrentLearnerError for any incarnation but the run's current one; an empty name skips the check.
 
     Attributes:
+        config: of the run.
         evaluations: of the run's policy versions.
+        spill_bytes: the bytes of larger groups are moved into spill files once they are trained.
     """
 
-    def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
-        self.run = run
-        self.rules = rules
+    def __init__(self, redis: Redis, config: RunConfig, *, spill_bytes: int = SPILL_BYTES) -> None:
+        self.run = config.run.name
+        self.config = config
+        self.spill_bytes = spill_bytes
         self._redis = redis
         self._published = 0
-        self.scripts = Scripts(redis, run)
-        self.evaluations = Evaluations(redis, self.scripts, rules)
+        self.scripts = Scripts(redis, self.run)
+        self.evaluations = Evaluations(redis, self.scripts, config.eval, deadline_s=config.buffer.ticket_deadline_s)
         self._prefix = self.scripts.prefix
-
-    @classmethod
-    def from_config(cls, redis: Redis, config: RunConfig) -> "Ledger":
-        """The ledger of the run that `config` describes."""
-        return cls(redis, config.run.name, LedgerRules.from_config(config))
 
     async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
         """Runs a script that only the run's current learner may run. Raises: NotCurrentLearnerError."""
@@ -98,22 +96,22 @@ class Ledger:
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
         """Room that admission leaves servers of these versions, and the tickets that the servers hold."""
-        found = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
-        latest, allowed, held, epoch, position = found
+        answer = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
+        latest, allowed, held, epoch, position = answer
         by_version, by_server = zip(versions, allowed, strict=True), zip(servers, held, strict=False)
         return Room(latest, dict(by_version), dict(by_server), cursor=(epoch, position))
 
     async def streaks(self, tasks: Sequence[int]) -> list[int]:
         """Each task's latest groups in a row that were all solved (positive) or unsolved (negative), otherwise 0."""
-        found: list[Any] = await self._redis.hmget(f"{self._prefix}:streaks", [str(task) for task in tasks])
-        return [int(streak or 0) for streak in found]
+        answer: list[Any] = await self._redis.hmget(f"{self._prefix}:streaks", [str(task) for task in tasks])
+        return [int(streak or 0) for streak in answer]
 
     async def issue(
         self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = ()
     ) -> list[list[IssuedTask]]:
         """Grants the requested tickets in this order, as credits, capacity and rate limit allow; none for `skip`."""
-        rules = {"deadline_s": self.rules.ticket_deadline_s, **self._admission}
-        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **rules)
+        limits = {"deadline_s": self.config.buffer.ticket_deadline_s, **self._admission}
+        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **limits)
         granted: list[list[IssuedTask]] = [[] for _ in requests]
         for i in range(0, len(flat), 4):
             granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
@@ -137,14 +135,14 @@ class Ledger:
             # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
             arguments = [group.script_arguments() for group in some]
-            found = await self.scripts.call("deliver", groups=arguments, published=self._published)
-            outcomes += [outcome.decode() for outcome in found]
+            answer = await self.scripts.call("deliver", groups=arguments, published=self._published)
+            outcomes += [outcome.decode() for outcome in answer]
         return outcomes
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
-        """issued → filtered(reason), at the failure after the first `patience` ones; returns the outcome."""
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
+        """issued → filtered(reason), at the failure after the first `ignored_failures`; returns the outcome."""
         outcome = await self.scripts.call(
-            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), patience=patience
+            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), ignored_failures=ignored_failures
         )
         return str(outcome.decode())
 
@@ -157,35 +155,38 @@ class Ledger:
         number of these groups, and the number of undone steps of which groups were forgotten. Repeating it has no
         effect. Raises: SupersededError when another learner has taken over since the first call.
         """
-        rules = self._training(steps)
-        back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **rules)
+        training = self._training(steps)
+        back, forgotten = await self._call_as(learner, "restart", steps=steps, version=version, **training)
         return int(back), int(forgotten)
 
-    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
+    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> LeasedGroups | None:
         """ready → leased, all `count` groups or none (None); groups that are too stale expire.
 
         Raises: SpilledGroupsError when bytes must be read back from spill files first.
         """
-        found: list[Any] = await self._call_as(
+        limits = bounds(self.config.buffer.limiter)
+        leased: list[Any] = await self._call_as(
             learner,
             "lease",
             step=step,
             consuming_version=consuming_version,
             count=count,
-            deadline_s=self.rules.lease_deadline_s,
-            min_diff=_json_number(self.rules.bounds.min_diff),
-            min_ready=self.rules.bounds.min_ready,
-            spill_bytes=self.rules.spill_bytes,
+            deadline_s=self.config.buffer.lease_deadline_s,
+            min_diff=_json_number(limits.min_diff),
+            min_ready=limits.min_ready,
+            spill_bytes=self.spill_bytes,
             **self._admission,
         )
-        if not found:
+        if not leased:
             return None
-        if found[0] == b"spilled":
-            raise SpilledGroupsError([each.decode() for each in found[1]])
-        (oldest_version, *staleness), *groups = found
-        weights, exposures = ([float(each) for each in groups[first::3]] for first in (1, 2))
-        importance = importance_weights(weights, exposures, exponent=self.rules.importance_exponent)
-        return Lease([each.decode() for each in groups[::3]], importance.tolist(), oldest_version, staleness)
+        if leased[0] == b"spilled":
+            raise SpilledGroupsError([group_id.decode() for group_id in leased[1]])
+        (oldest_version, *staleness), *groups = leased
+        weights, exposures = (list(map(float, groups[first::3])) for first in (1, 2))
+        importance = importance_weights(weights, exposures, exponent=self.config.buffer.sampler.importance_exponent)
+        return LeasedGroups(
+            [group_id.decode() for group_id in groups[::3]], importance.tolist(), oldest_version, staleness
+        )
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""
@@ -211,20 +212,23 @@ class Ledger:
     @property
     def _admission(self) -> dict[str, float]:
         """Arguments of `capacity` and `issuable` in `lua/prelude.lua`."""
-        rules = self.rules
+        buffer, limits = self.config.buffer, bounds(self.config.buffer.limiter)
         return {
-            "max_staleness": rules.max_staleness,
-            "groups_per_version": rules.groups_per_version,
-            "groups_per_step": rules.groups_per_step,
-            "max_uses": rules.max_uses,
-            "samples_per_insert": rules.bounds.samples_per_insert,
-            "max_diff": _json_number(rules.bounds.max_diff),
+            "max_staleness": buffer.max_staleness,
+            "groups_per_version": self.config.groups_per_version,
+            "groups_per_step": self.config.learner.groups_per_step,
+            "max_uses": buffer.limiter.max_uses,
+            "samples_per_insert": limits.samples_per_insert,
+            "max_diff": _json_number(limits.max_diff),
         }
 
     def _training(self, step: int) -> dict[str, int]:
         """Arguments of `finish_steps` in `lua/prelude.lua`."""
-        rules = self.rules
-        return {"max_uses": rules.max_uses, "seed": rules.seed * 1_000_003 + step, "spill_bytes": rules.spill_bytes}
+        return {
+            "max_uses": self.config.buffer.limiter.max_uses,
+            "seed": self.config.run.seed * 1_000_003 + step,
+            "spill_bytes": self.spill_bytes,
+        }
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +249,7 @@ class Ledger:
 
     async def trim(self) -> int:
         """Forgets final groups beyond the retention; returns their number."""
-        retention, forgotten = self.rules.retention, 0
+        retention, forgotten = self.config.buffer.retention, 0
         for _ in range(FORGET_TIMES):
             some = await self.scripts.call(
                 "trim",
@@ -281,24 +285,24 @@ class Ledger:
             most: a ledger of more groups is not checked, because the check blocks Redis; -1: no limit.
         """
         tasks = (await self.identity()).get("train_tasks")
-        found = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
-        return [problem.decode() for problem in found]
+        problems = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
+        return [problem.decode() for problem in problems]
 
     async def check_steps(self) -> StepCheck:
         """Compares the groups of every trained step with `learner.groups_per_step`."""
-        return check_steps(await self.step_tally(), groups_per_step=self.rules.groups_per_step)
+        return check_steps(await self.step_tally(), groups_per_step=self.config.learner.groups_per_step)
 
     async def step_tally(self) -> StepTally:
         """Number of groups that each step used."""
         forgotten, *flat = await self.scripts.call("steps")
         return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
 
-    # --- figures ------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     async def learner(self) -> str:
         """The incarnation of the run's current learner; empty if there was none."""
-        found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
-        return "" if found is None else str(found.decode())
+        name: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
+        return "" if name is None else str(name.decode())
 
     async def durable_steps(self) -> int:
         """Steps that the latest checkpoint of the run's learner contains; 0 without one."""
@@ -306,8 +310,8 @@ class Ledger:
 
     async def incarnation(self, server: str) -> str:
         """The incarnation of the last process of this name; empty if there was none."""
-        found: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
-        return "" if found is None else str(found.decode())
+        name: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
+        return "" if name is None else str(name.decode())
 
     async def version(self) -> int:
         """The latest published policy version."""
@@ -315,8 +319,8 @@ class Ledger:
 
     async def snapshot(self) -> LedgerSnapshot:
         """Counts and latest versions, read atomically."""
-        found = await self.scripts.call("snapshot", reports=LATEST_REPORTS)
-        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left, spilled = found
+        answer = await self.scripts.call("snapshot", reports=LATEST_REPORTS)
+        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left, spilled = answer
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         counts = LedgerCounts(
             issued=counters.get("issued", 0),
@@ -340,7 +344,7 @@ class Ledger:
             counts=counts,
             version=int(version),
             tasks=of_kind("tasks", counters),
-            evaluated=[int(each) for each in evaluated],
+            evaluated=[int(number) for number in evaluated],
             evaluating=None if evaluating is None else int(evaluating),
             slices_left=int(slices_left),
         )
@@ -351,11 +355,11 @@ class Ledger:
 
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
-        found: dict[str, dict[int, int]] = {}
+        histograms: dict[str, dict[int, int]] = {}
         for name in ("delivered", "trained", *reasons):
             raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:lengths:{name}")
-            found[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
-        return found
+            histograms[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
+        return histograms
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
         """Kolmogorov-Smirnov distance from all delivered lengths: of trained answers, and of dropped ones by reason.
@@ -364,7 +368,7 @@ class Ledger:
         """
         lengths = await self.lengths(reasons)
         delivered = lengths.pop("delivered")
-        return {name: ks_distance(delivered, found) for name, found in lengths.items() if sum(found.values())}
+        return {name: ks_distance(delivered, dropped) for name, dropped in lengths.items() if sum(dropped.values())}
 
 
 def _json_number(value: float) -> float:

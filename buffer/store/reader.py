@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.spill import Location, SpillError, SpillFolder
 
 STORED = ("ready", "leased", "trained", "durable")
@@ -124,7 +124,9 @@ class LedgerReader:
     async def ids(self, state: str) -> list[str]:
         """Ids of the groups in a state, in its order: trained and durable ones by the last step that used them."""
         members: list[Any] = await self._redis.zrange(f"{self._prefix}:{state}", 0, -1, withscores=True)
-        return [group_id for _, _, group_id in sorted((score, int(each), each.decode()) for each, score in members)]
+        return [
+            group_id for _, _, group_id in sorted((score, int(number), number.decode()) for number, score in members)
+        ]
 
     async def latest(self, state: str, count: int) -> list[str]:
         """The groups in a state that were issued last, the newest ticket first."""

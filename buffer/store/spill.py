@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.store.redis import portions, set_all
-from slipstream.buffer.store.scripts import Scripts
+from slipstream.buffer.store.redis import Scripts, portions, set_all
 from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.files import DISK_FULL_ERRNOS, PARTIAL, fsync_path, write_atomically

@@ -1,16 +1,13 @@
-"""The ledger's rules, and arguments and results of its operations."""
+"""Arguments and results of the ledger's operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.wire.messages import LedgerCounts
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.schema.buffer import RetentionConfig
 
 SPILL_BYTES = 64 << 10
 """Smaller groups stay in Redis: their records take a large part of their memory, and files would hold thousands."""
@@ -18,49 +15,6 @@ SPILL_BYTES = 64 << 10
 Number = TypeVar("Number", int, float)
 Lengths = Mapping[int, int]
 """Answers by the bucket of their length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerRules:
-    """Settings of a run that govern the transitions.
-
-    Attributes:
-        seed: for new keys of groups that may be used again, with a random sampler.
-        bounds: the rate limit.
-        eval_tasks: held-out tasks per evaluation, at most.
-        spill_bytes: the bytes of larger groups are moved into spill files once they are trained.
-    """
-
-    max_staleness: int = 0
-    groups_per_step: int = 1
-    groups_per_version: int = 1
-    ticket_deadline_s: float = 600.0
-    lease_deadline_s: float = 600.0
-    max_uses: int = 1
-    seed: int = 0
-    bounds: Bounds = UNBOUNDED
-    importance_exponent: float = 0.0
-    eval_tasks: int = 0
-    spill_bytes: int = SPILL_BYTES
-    retention: RetentionConfig = field(default_factory=RetentionConfig)
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "LedgerRules":
-        """The rules of a run."""
-        buffer = config.buffer
-        return cls(
-            max_staleness=buffer.max_staleness,
-            groups_per_step=config.learner.groups_per_step,
-            groups_per_version=config.groups_per_version,
-            ticket_deadline_s=buffer.ticket_deadline_s,
-            lease_deadline_s=buffer.lease_deadline_s,
-            max_uses=buffer.limiter.max_uses,
-            seed=config.run.seed,
-            bounds=bounds(buffer.limiter),
-            importance_exponent=buffer.sampler.importance_exponent,
-            eval_tasks=config.eval.tasks,
-            retention=buffer.retention,
-        )
 
 
 @dataclass(frozen=True)
@@ -105,11 +59,11 @@ class Facts:
     tokens: int = 0
     """Action tokens of all its answers."""
     delivered: Lengths = field(default_factory=dict)
-    """Of all answers that were finished."""
+    """Lengths of all answers that were finished."""
     kept: Lengths = field(default_factory=dict)
-    """Of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
+    """Lengths of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
     dropped: Mapping[str, Lengths] = field(default_factory=dict)
-    """Of the others, by reason."""
+    """Lengths of the other answers, by the reason of the drop."""
     missing: int = 0
     """Answers that were not finished in time; their lengths are unknown."""
     task: int = 0
@@ -147,7 +101,7 @@ class DeliveredGroup:
 
 
 @dataclass(frozen=True)
-class Lease:
+class LeasedGroups:
     """Groups leased for a training step."""
 
     ids: list[str]
@@ -235,7 +189,7 @@ class StepTally:
     forgotten_step: int
     """The last step of which groups were forgotten; -1: none."""
     groups: Mapping[int, int]
-    """By step."""
+    """Groups of each step."""
 
 
 @dataclass(frozen=True)
@@ -252,11 +206,13 @@ def check_steps(tally: StepTally, *, groups_per_step: int) -> StepCheck:
     """Checks that every step used `groups_per_step` groups, from the first that is fully remembered."""
     problems: list[str] = []
     for step in range(tally.forgotten_step + 1, max(tally.groups, default=-1) + 1):
-        found = tally.groups.get(step, 0)
+        trained = tally.groups.get(step, 0)
         if len(problems) == MOST_PROBLEMS:
             break
-        if found != groups_per_step:
-            problems.append(f"step {step} was trained on {found} groups, but learner.groups_per_step={groups_per_step}")
+        if trained != groups_per_step:
+            problems.append(
+                f"step {step} was trained on {trained} groups, but learner.groups_per_step={groups_per_step}"
+            )
     return StepCheck(problems, tally.forgotten_step)
 
 

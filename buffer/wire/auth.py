@@ -2,6 +2,9 @@
 
 Buffer, learner and rollout servers have one key pair each. The buffer accepts the other two and sees with each message
 which of them sent it; the learner's control plane and stream accept rollout servers only.
+
+The reply of ZAP (RFC 27) is written here, in six lines: pyzmq's `Authenticator` gives it in a thread of its own, which
+does not see the socket's monitor, whose events tell which failed handshakes were refusals.
 """
 
 import re

@@ -142,7 +142,7 @@ def decode_group(frame: bytes | memoryview) -> Group:
     group: Group = decode(_decompressed(frame), Group)
     episodes: dict[int, Trajectory] = {}
     for number, trajectory in enumerate(group.trajectories):
-        unbounded = next((each for each in _rewards(trajectory) if not _is_bounded(each[1])), None)
+        unbounded = next((term for term in _rewards(trajectory) if not _is_bounded(term[1])), None)
         if unbounded is not None:
             raise _invalid_reward(f"{group.id}, trajectory {number}", *unbounded)
         problem = _trajectory_problem(trajectory)

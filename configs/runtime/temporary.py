@@ -17,7 +17,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 
 _PREFIX: Final = "slipstream-server-"
 _TORCHRUN_PREFIX: Final = "torchelastic_"
-"""Of the folders that torchrun makes for the logs of its ranks."""
+"""Prefix of the folders that torchrun makes for the logs of its ranks."""
 _OWNER: Final = "slipstream-owner"
 """File in torchrun's folder that identifies torchrun's process."""
 

@@ -1,88 +1,119 @@
-"""Advantages and policy losses of the learner, and their settings."""
+"""Advantages and policy losses of the learner, and their settings.
 
-from typing import Annotated, ClassVar, Final, Literal, Self
+A new one takes two edits: its section here, listed in the tuple of its kind, and the function that `target` names.
+"""
 
-from pydantic import Field, Tag, model_validator
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
-from slipstream.configs.schema.base import NAME_ALONE, PLUGIN, NamedSection, PluginSection, by_name
+from pydantic import Field, model_validator
+
+from slipstream.configs.registry import Registry
+from slipstream.configs.schema.base import NamedSection, PluginSection, one_of, registry_of
+
+_ADVANTAGES_FOLDER: Final = "slipstream.learner.algorithms.advantages."
+_LOSSES_FOLDER: Final = "slipstream.learner.algorithms.losses."
+_GROUP, _RETURNS = _ADVANTAGES_FOLDER + "group_relative:", _ADVANTAGES_FOLDER + "returns:"
+_CLIPPED, _SELECTIVE = _LOSSES_FOLDER + "clipped:", _LOSSES_FOLDER + "selective:"
 
 
-class GrpoConfig(NamedSection):
-    """Rewards relative to the group, in units of its spread (arXiv 2402.03300)."""
+class AdvantageSection(NamedSection):
+    """Keys of all advantages."""
 
+    group_relative: ClassVar[bool] = False
+    """True for advantages that compare the answers of a group, so that it needs two."""
+    needs_collision: ClassVar[bool] = False
+    """True for advantages that read `logprobs_BT` and `collision_BT`."""
+
+
+class GrpoConfig(AdvantageSection):
+    """(r - mean) / (std + 1e-6) of the group's rewards r, sample std (arXiv 2402.03300)."""
+
+    target: ClassVar[str] = _GROUP + "grpo"
+    group_relative: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation."""
 
 
-class DrGrpoConfig(NamedSection):
-    """Rewards relative to the group's mean, not scaled (arXiv 2503.20783)."""
+class DrGrpoConfig(AdvantageSection):
+    """r - mean of the group's rewards r (arXiv 2503.20783)."""
 
+    target: ClassVar[str] = _GROUP + "dr_grpo"
+    group_relative: ClassVar[bool] = True
     name: Literal["dr_grpo"]
 
 
-class PassKConfig(NamedSection):
+class PassKConfig(AdvantageSection):
     """Only the group's best answer counts, by its lead over the second (arXiv 2503.19595)."""
 
+    target: ClassVar[str] = _GROUP + "grpo_passk"
+    group_relative: ClassVar[bool] = True
     name: Literal["grpo_passk"]
     divide_by_std: bool = False
     """Scale by the spread of the group's rewards."""
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation."""
 
 
-class GdpoConfig(NamedSection):
+class GdpoConfig(AdvantageSection):
     """Each reward term is scaled within the group by itself, then they are added up (arXiv 2601.05242)."""
 
+    target: ClassVar[str] = _GROUP + "gdpo"
+    group_relative: ClassVar[bool] = True
     name: Literal["gdpo"]
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviations."""
 
 
-class RlooConfig(NamedSection):
-    """Rewards relative to the mean of the group's other answers (arXiv 2402.14740)."""
+class RlooConfig(AdvantageSection):
+    """r - mean of the rewards of the group's other answers (arXiv 2402.14740)."""
 
+    target: ClassVar[str] = _GROUP + "rloo"
+    group_relative: ClassVar[bool] = True
     name: Literal["rloo"]
 
 
-class OpoConfig(NamedSection):
-    """Rewards relative to the group's mean weighted by length (arXiv 2505.23585)."""
+class OpoConfig(AdvantageSection):
+    """r - the group's mean weighted by length (arXiv 2505.23585)."""
 
+    target: ClassVar[str] = _GROUP + "opo"
+    group_relative: ClassVar[bool] = True
     name: Literal["opo"]
 
 
-class RemaxConfig(NamedSection):
-    """Rewards relative to the reward of a greedy answer to the same task (arXiv 2310.10505)."""
+class RemaxConfig(AdvantageSection):
+    """r - reward of a greedy answer to the same task (arXiv 2310.10505)."""
 
+    target: ClassVar[str] = _RETURNS + "remax"
     name: Literal["remax"]
 
 
-class ReinforcePlusPlusConfig(NamedSection):
+class ReinforcePlusPlusConfig(AdvantageSection):
     """Discounted rewards to go, whitened over the batch (arXiv 2501.03262)."""
 
+    target: ClassVar[str] = _RETURNS + "reinforce_plus_plus"
     name: Literal["reinforce_plus_plus"]
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
 
 
-class ReinforcePlusPlusBaselineConfig(NamedSection):
-    """Rewards relative to the group's mean, whitened over the batch (arXiv 2501.03262)."""
+class ReinforcePlusPlusBaselineConfig(AdvantageSection):
+    """r - mean of the group, whitened over the batch (arXiv 2501.03262)."""
 
+    target: ClassVar[str] = _GROUP + "reinforce_plus_plus_baseline"
+    group_relative: ClassVar[bool] = True
     name: Literal["reinforce_plus_plus_baseline"]
 
 
-class GpgConfig(NamedSection):
-    """Rewards relative to the group's mean, scaled up for answers without a gradient (arXiv 2504.02546)."""
+class GpgConfig(AdvantageSection):
+    """(r - mean) · answers / answers with a gradient (arXiv 2504.02546)."""
 
+    target: ClassVar[str] = _GROUP + "gpg"
+    group_relative: ClassVar[bool] = True
     name: Literal["gpg"]
     scale_up_for: Literal["no_advantage", "no_reward"] = "no_advantage"
     """Answers that the others are scaled up for: those of groups without any spread, as in the paper, or those whose
     reward is 0, as verl 0.9.1 counts them."""
 
 
-class GaeConfig(NamedSection):
+class GaeConfig(AdvantageSection):
     """Generalised advantage estimation with a critic (arXiv 1506.02438), whitened over the batch."""
 
+    target: ClassVar[str] = _RETURNS + "gae"
     name: Literal["gae"]
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token, of policy and critic."""
@@ -92,52 +123,42 @@ class GaeConfig(NamedSection):
     """a of VAPO's λ = 1 - 1/(a · answer length), in place of `lam` (arXiv 2504.05118: 0.05); unset: off."""
 
 
-class OptimalTokenBaselineConfig(NamedSection):
-    """Rewards to go relative to the baseline that minimises the gradient's variance at each token."""
+class OptimalTokenBaselineConfig(AdvantageSection):
+    """Rewards to go minus the baseline of least gradient variance at each token (arXiv 2602.07078)."""
 
+    target: ClassVar[str] = _RETURNS + "optimal_token_baseline"
+    group_relative: ClassVar[bool] = True
+    needs_collision: ClassVar[bool] = True
     name: Literal["optimal_token_baseline"]
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the sum of the weights."""
 
 
-BUILT_IN_ADVANTAGES: Final = (
-    "grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "opo", "remax", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "gpg", "gae", "optimal_token_baseline",
-)  # fmt: skip
+_ADVANTAGES: Final = (
+    GrpoConfig,
+    DrGrpoConfig,
+    PassKConfig,
+    GdpoConfig,
+    RlooConfig,
+    OpoConfig,
+    RemaxConfig,
+    ReinforcePlusPlusConfig,
+    ReinforcePlusPlusBaselineConfig,
+    GpgConfig,
+    GaeConfig,
+    OptimalTokenBaselineConfig,
+)
+ADVANTAGES: Final = registry_of("advantage", *_ADVANTAGES)
 
-GROUP_RELATIVE: Final = frozenset(
-    {
-        "grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg",
-        "optimal_token_baseline",
-    }
-)  # fmt: skip
-"""Advantages that compare the answers of a group, so that it needs two."""
 
-
-class AdvantagePlugin(PluginSection):
+class AdvantagePlugin(PluginSection, AdvantageSection):
     """Advantages of the user's own: `(AdvantageInputs, **options) -> [B, T]`, see learner/algorithms/advantages."""
 
-    kind: ClassVar[str] = "advantage"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_ADVANTAGES
+    registry: ClassVar[Registry] = ADVANTAGES
 
 
-AdvantageConfig = Annotated[
-    Annotated[GrpoConfig, Tag("grpo")]
-    | Annotated[DrGrpoConfig, Tag("dr_grpo")]
-    | Annotated[PassKConfig, Tag("grpo_passk")]
-    | Annotated[GdpoConfig, Tag("gdpo")]
-    | Annotated[RlooConfig, Tag("rloo")]
-    | Annotated[OpoConfig, Tag("opo")]
-    | Annotated[RemaxConfig, Tag("remax")]
-    | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
-    | Annotated[ReinforcePlusPlusBaselineConfig, Tag("reinforce_plus_plus_baseline")]
-    | Annotated[GpgConfig, Tag("gpg")]
-    | Annotated[GaeConfig, Tag("gae")]
-    | Annotated[OptimalTokenBaselineConfig, Tag("optimal_token_baseline")]
-    | Annotated[AdvantagePlugin, Tag(PLUGIN)],
-    by_name(*BUILT_IN_ADVANTAGES),
-    NAME_ALONE,
-]
+if TYPE_CHECKING:
+    AdvantageConfig = AdvantageSection
+else:
+    AdvantageConfig = one_of(*_ADVANTAGES, AdvantagePlugin)
 
 
 Aggregation = Literal[
@@ -149,6 +170,8 @@ class LossSection(NamedSection):
     """Keys of all policy losses."""
 
     shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
+    regularised: ClassVar[bool] = False
+    """True for policy gradients but for a term in log π_θ - log π_prox."""
 
     aggregation: Aggregation = "token-mean"
     """Reduction of the tokens' losses to one number, over the whole update on all ranks: mean or sum over tokens; mean
@@ -177,20 +200,23 @@ class DualClip(RatioClip):
 
 
 class PpoConfig(DualClip):
-    """The clipped surrogate (arXiv 1707.06347)."""
+    """-min(ratio · A, clip(ratio) · A), ratio = π_θ/π_prox (arXiv 1707.06347)."""
 
+    target: ClassVar[str] = _CLIPPED + "ppo"
     name: Literal["ppo"] = "ppo"
 
 
 class DecoupledPpoConfig(DualClip):
     """`ppo` that requires a proximal policy and an importance weight (arXiv 2110.00641)."""
 
+    target: ClassVar[str] = _CLIPPED + "ppo"
     name: Literal["decoupled_ppo"]
 
 
 class GspoConfig(RatioClip):
-    """One ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
+    """`ppo` with one ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
 
+    target: ClassVar[str] = _CLIPPED + "gspo"
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for every loss; the paper's is the default."""
@@ -201,14 +227,16 @@ class GspoConfig(RatioClip):
 
 
 class CispoConfig(RatioClip):
-    """The ratio is a clipped weight of the log-prob, so that no token loses its gradient (arXiv 2506.13585)."""
+    """-clip(ratio) · A · log π_θ with a constant clip(ratio): no token loses its gradient (arXiv 2506.13585)."""
 
+    target: ClassVar[str] = _CLIPPED + "cispo"
     name: Literal["cispo"]
 
 
 class GmpoConfig(LossSection):
     """Geometric mean of the tokens' clipped ratios (arXiv 2507.20673)."""
 
+    target: ClassVar[str] = _CLIPPED + "gmpo"
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for every loss; the paper's is the default."""
@@ -221,6 +249,7 @@ class GmpoConfig(LossSection):
 class SapoConfig(LossSection):
     """A sigmoid gate in place of the clip (arXiv 2511.20347)."""
 
+    target: ClassVar[str] = _CLIPPED + "sapo"
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for every loss; the paper's is the default."""
@@ -247,12 +276,14 @@ class DivergenceClip(LossSection):
 class DppoTvConfig(DivergenceClip):
     """The trust region is a bound of the total variation at each token (arXiv 2602.04879)."""
 
+    target: ClassVar[str] = _SELECTIVE + "dppo_tv"
     name: Literal["dppo_tv"]
 
 
 class DppoKlConfig(DivergenceClip):
     """The trust region is a bound of the binary KL divergence at each token (arXiv 2602.04879)."""
 
+    target: ClassVar[str] = _SELECTIVE + "dppo_kl"
     name: Literal["dppo_kl"]
     clip_low: float = Field(default=0.05, ge=0)
     """Largest divergence of tokens that get less likely, in nats."""
@@ -263,6 +294,8 @@ class DppoKlConfig(DivergenceClip):
 class DroConfig(LossSection):
     """Policy gradient with a quadratic penalty on each token's log ratio (arXiv 2405.19107)."""
 
+    target: ClassVar[str] = _CLIPPED + "dro"
+    regularised: ClassVar[bool] = True
     name: Literal["dro"]
     beta: float = Field(default=0.5, gt=0)
     """Weight of the penalty."""
@@ -271,6 +304,7 @@ class DroConfig(LossSection):
 class ClipCovConfig(RatioClip):
     """PPO that takes the gradient from a few random tokens with a high covariance (arXiv 2505.22617)."""
 
+    target: ClassVar[str] = _SELECTIVE + "clip_cov"
     name: Literal["clip_cov"]
     ratio: float = Field(default=2e-4, gt=0, le=1)
     """Share of a micro-batch's tokens that lose their gradient, at least one."""
@@ -289,6 +323,8 @@ class ClipCovConfig(RatioClip):
 class KlCovConfig(LossSection):
     """Policy gradient with a KL penalty on the tokens of the highest covariance (arXiv 2505.22617)."""
 
+    target: ClassVar[str] = _SELECTIVE + "kl_cov"
+    regularised: ClassVar[bool] = True
     name: Literal["kl_cov"]
     ratio: float = Field(default=2e-4, gt=0, le=1)
     """Share of a micro-batch's tokens that are penalised, at least one."""
@@ -299,12 +335,14 @@ class KlCovConfig(LossSection):
 class ReinforceConfig(LossSection):
     """-A · log π, without any ratio (Williams 1992)."""
 
+    target: ClassVar[str] = _CLIPPED + "reinforce"
     name: Literal["reinforce"]
 
 
 class ToprConfig(LossSection):
     """Good answers count fully, bad ones by their truncated sequence ratio (arXiv 2503.14286)."""
 
+    target: ClassVar[str] = _CLIPPED + "topr"
     name: Literal["topr"]
     cap: float = Field(default=1.0, gt=0)
     """Cap of the bad answers' ratio π_θ/μ."""
@@ -313,6 +351,8 @@ class ToprConfig(LossSection):
 class KimiConfig(LossSection):
     """Policy gradient with the square of the answer's log ratio as its regulariser (arXiv 2501.12599)."""
 
+    target: ClassVar[str] = _CLIPPED + "kimi"
+    regularised: ClassVar[bool] = True
     name: Literal["kimi"]
     aggregation: Aggregation = "seq-mean-token-sum"
     """As for every loss; the paper's is the default."""
@@ -320,38 +360,32 @@ class KimiConfig(LossSection):
     """Weight of the regulariser."""
 
 
-REGULARISED: Final = frozenset({"dro", "kl_cov", "kimi"})
-"""Policy gradients but for a term in log π_θ - log π_prox."""
-
-BUILT_IN_LOSSES: Final = (
-    "ppo", "decoupled_ppo", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov",
-    "reinforce", "topr", "kimi",
-)  # fmt: skip
+_LOSSES: Final = (
+    PpoConfig,
+    DecoupledPpoConfig,
+    GspoConfig,
+    CispoConfig,
+    GmpoConfig,
+    SapoConfig,
+    DppoTvConfig,
+    DppoKlConfig,
+    DroConfig,
+    ClipCovConfig,
+    KlCovConfig,
+    ReinforceConfig,
+    ToprConfig,
+    KimiConfig,
+)
+LOSSES: Final = registry_of("loss", *_LOSSES)
 
 
 class LossPlugin(PluginSection, LossSection):
     """A loss of the user's own: `(LossInputs, **options) -> LossTerms`, see learner/algorithms/losses."""
 
-    kind: ClassVar[str] = "loss"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_LOSSES
+    registry: ClassVar[Registry] = LOSSES
 
 
-LossConfig = Annotated[
-    Annotated[PpoConfig, Tag("ppo")]
-    | Annotated[DecoupledPpoConfig, Tag("decoupled_ppo")]
-    | Annotated[GspoConfig, Tag("gspo")]
-    | Annotated[CispoConfig, Tag("cispo")]
-    | Annotated[GmpoConfig, Tag("gmpo")]
-    | Annotated[SapoConfig, Tag("sapo")]
-    | Annotated[DppoTvConfig, Tag("dppo_tv")]
-    | Annotated[DppoKlConfig, Tag("dppo_kl")]
-    | Annotated[DroConfig, Tag("dro")]
-    | Annotated[ClipCovConfig, Tag("clip_cov")]
-    | Annotated[KlCovConfig, Tag("kl_cov")]
-    | Annotated[ReinforceConfig, Tag("reinforce")]
-    | Annotated[ToprConfig, Tag("topr")]
-    | Annotated[KimiConfig, Tag("kimi")]
-    | Annotated[LossPlugin, Tag(PLUGIN)],
-    by_name(*BUILT_IN_LOSSES),
-    NAME_ALONE,
-]
+if TYPE_CHECKING:
+    LossConfig = LossSection
+else:
+    LossConfig = one_of(*_LOSSES, LossPlugin)

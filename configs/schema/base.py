@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Self, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from slipstream.configs.plugins import resolve_plugin
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
 
 MAX_INTEGER = 2**62
@@ -83,6 +83,10 @@ class NamedSection(Section):
 
     shared: ClassVar[frozenset[str]] = frozenset({"name"})
     """Fields that are not arguments of the function."""
+    target: ClassVar[str]
+    """`module:attribute` of a built-in function."""
+
+    name: str
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -93,10 +97,8 @@ class NamedSection(Section):
 class PluginSection(NamedSection):
     """A section that names a plug-in function."""
 
-    kind: ClassVar[str]
-    """Kind of plug-in, as in messages."""
-    built_in: ClassVar[tuple[str, ...]]
-    """Names of the built-in functions."""
+    registry: ClassVar[Registry]
+    """The functions of its kind."""
 
     name: str
     """An installed entry point, or `module:attribute`."""
@@ -111,25 +113,39 @@ class PluginSection(NamedSection):
     @model_validator(mode="after")
     def _is_installed(self) -> Self:
         try:
-            resolve_plugin(self.kind, self.name, self.built_in)
+            self.registry.resolve(self.name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
 
 
-def by_name(*built_in: str) -> Discriminator:
-    """Discriminator of a section's class by its `name`; the first name is the default."""
+def names_of(section: type[BaseModel]) -> tuple[str, ...]:
+    """Values of the key `name` that choose a section."""
+    field = section.model_fields.get("name")
+    if field is not None and get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)
+    return (PLUGIN,) if issubclass(section, PluginSection) else ()
+
+
+def registry_of(kind: str, *built_in: type[NamedSection]) -> Registry:
+    """The functions of these sections."""
+    return Registry(kind, {name: section.target for section in built_in for name in names_of(section)})
+
+
+def one_of(*sections: type[NamedSection]) -> Any:
+    """Annotation of a key that holds one of these sections, by `name`: the first by default, the last for plug-ins.
+
+    `advantage: rloo` stands for `advantage: {name: rloo}`.
+    """
+    names = [name for section in sections for name in names_of(section)]
 
     def tag(value: Any) -> str:
-        name = value.get("name", built_in[0]) if isinstance(value, Mapping) else getattr(value, "name", built_in[0])
-        return name if name in built_in else PLUGIN
+        name = value.get("name", names[0]) if isinstance(value, Mapping) else getattr(value, "name", names[0])
+        return name if name in names else PLUGIN
 
-    return Discriminator(tag)
+    tagged = [Annotated[section, Tag(name)] for section in sections for name in names_of(section)]
+    return Annotated[Union[tuple(tagged)], Discriminator(tag), BeforeValidator(_name_alone)]  # noqa: UP007
 
 
 def _name_alone(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
-
-
-NAME_ALONE = BeforeValidator(_name_alone)
-"""Allows `advantage: rloo` for `advantage: {name: rloo}`."""

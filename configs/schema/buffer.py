@@ -196,7 +196,7 @@ class FiltrationConfig(Section):
     keep: int = Field(ge=1)
     """Answers drawn, with replacement, from the group's `rollout.group_size`."""
     exponent: float = Field(default=1.0, gt=0)
-    """Of `pow`."""
+    """Exponent p of the strategy `pow`."""
 
 
 Filter = Annotated[DynamicSamplingConfig | LengthFilterConfig | FiltrationConfig, Field(discriminator="name")]

@@ -2,20 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from slipstream.configs.schema.algorithms import REGULARISED, AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
+from slipstream.configs.registry import Registry
+from slipstream.configs.schema.algorithms import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
 from slipstream.configs.schema.base import (
-    NAME_ALONE,
-    PLUGIN,
     NamedSection,
     PluginSection,
     Seconds,
     Section,
     UserPath,
-    by_name,
+    one_of,
+    registry_of,
 )
 
 
@@ -201,7 +201,7 @@ class CriticConfig(Section):
 class ThrottleConfig(Section):
     """Adapts the effective `buffer.max_staleness`, down to `min_staleness`, to the off-policy metrics.
 
-    One metric beyond its limit halves it; if all are within half of their limits for `calm_steps` steps in a row, it
+    One metric beyond its limit halves it; if all are within half of their limits for ten steps in a row, it
     rises by one.
     """
 
@@ -213,10 +213,6 @@ class ThrottleConfig(Section):
     """Largest share of masked actions; unset: ignored."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Largest mean |Δ log-prob| between engine and learner at the same weights; unset: ignored."""
-    smoothing: float = Field(default=0.8, ge=0, lt=1)
-    """Weight of the past in the metrics' running averages."""
-    calm_steps: int = Field(default=10, ge=1)
-    """Steps within half of the limits before the bound rises."""
     hold_steps: int = Field(default=5, ge=0)
     """Training steps after a cut without another: the groups in the buffer are to be used first, which takes up to
     (`buffer.max_staleness` + 1) · `weights.publish_every_steps` steps."""
@@ -262,25 +258,26 @@ class CheckpointConfig(Section):
 class RlConfig(NamedSection):
     """Reinforcement learning on groups that rollout servers generate."""
 
+    target: ClassVar[str] = "slipstream.learner.trainers.rl.trainer:RLTrainer"
     name: Literal["rl"] = "rl"
 
 
-BUILT_IN_TRAINERS: Final = ("rl",)
+TRAINERS: Final = registry_of("trainer", RlConfig)
 
 
 class TrainerPlugin(PluginSection):
     """A trainer of the user's own: a subclass of `Trainer`, see learner/trainers/base.py."""
 
-    kind: ClassVar[str] = "trainer"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_TRAINERS
+    registry: ClassVar[Registry] = TRAINERS
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Its options; the trainer validates them."""
 
 
-TrainerConfig = Annotated[
-    Annotated[RlConfig, Tag("rl")] | Annotated[TrainerPlugin, Tag(PLUGIN)], by_name(*BUILT_IN_TRAINERS), NAME_ALONE
-]
+if TYPE_CHECKING:
+    TrainerConfig = NamedSection
+else:
+    TrainerConfig = one_of(RlConfig, TrainerPlugin)
 
 
 class LearnerConfig(Section):
@@ -364,7 +361,7 @@ class LearnerConfig(Section):
                 "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
             )
-        if loss.name in REGULARISED and self.updates_per_step == 1 and correction.proximal == "recompute":
+        if loss.regularised and self.updates_per_step == 1 and correction.proximal == "recompute":
             problems.append(
                 f"learner.loss: {loss.name} keeps π_θ near π_prox, which is π_θ itself with learner.updates_per_step=1 "
                 "and learner.correction.proximal=recompute: take more updates, or proximal: behaviour"

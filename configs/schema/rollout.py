@@ -92,8 +92,6 @@ class RolloutConfig(Section):
     """Answers per task."""
     groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
     """Maximal tickets that one server holds at once."""
-    min_groups_in_flight: int = Field(default=1, ge=1)
-    """Lower bound of the concurrent groups when the engine is short of KV cache."""
     sampling: SamplingConfig = SamplingConfig()
     skip_long_prompts: bool = False
     """Read all tasks at the start and leave out those whose prompts leave no room for `sampling.max_tokens` in
@@ -125,11 +123,6 @@ class RolloutConfig(Section):
         if self.fewest_episodes > self.group_size:
             problems.append(
                 f"rollout.min_episodes={self.min_episodes} is more than rollout.group_size={self.group_size}"
-            )
-        if self.min_groups_in_flight > self.groups_in_flight:
-            problems.append(
-                f"rollout.min_groups_in_flight={self.min_groups_in_flight} is more than "
-                f"rollout.groups_in_flight={self.groups_in_flight}"
             )
         if engine.name == "vllm" and self.sampling.temperature > 2:
             problems.append(

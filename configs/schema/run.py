@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
-from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
@@ -208,10 +207,6 @@ class RunConfig(Section):
             *self._transport_problems(),
         ]
 
-    @property
-    def _group_relative(self) -> bool:
-        return self.learner.advantage.name in GROUP_RELATIVE
-
     def _reward_problems(self) -> list[str]:
         if not self.rewards:  # not min_length: that also complains when a term is wrong
             return ["rewards must name at least one term"]
@@ -225,7 +220,7 @@ class RunConfig(Section):
 
     def _group_problems(self) -> list[str]:
         size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
-        if min(size, fewest) >= 2 or not self._group_relative:
+        if min(size, fewest) >= 2 or not self.learner.advantage.group_relative:
             return []
         key = "group_size" if size < 2 else "min_episodes"
         return [
@@ -243,9 +238,9 @@ class RunConfig(Section):
             )
         for number, chosen in enumerate(self.buffer.filters):
             key = f"buffer.filters.{number}"
-            if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:
+            if chosen.name == "pf_ppo" and chosen.keep < 2 and self.learner.advantage.group_relative:
                 problems.append(f"{key}.keep={chosen.keep} must be at least 2 for group-relative advantages")
-            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self._group_relative:
+            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self.learner.advantage.group_relative:
                 problems.append(
                     f"{key}.strategy: best_of_n leaves one answer, as often as it is drawn, which group-relative "
                     f"advantages such as learner.advantage={self.learner.advantage.name} give nothing"

@@ -151,15 +151,15 @@ class ThreadedSession:
         self._lock = Lock()
 
     async def reset(self) -> Prompt:
-        """As `Session` has it."""
+        """The first observation of the game."""
         return await self._run(self._game.reset)
 
     async def step(self, action: Action) -> Turn:
-        """As `Session` has it."""
+        """Plays one action; the observation, reward and end of the game that follow."""
         return await self._run(lambda: self._game.step(action.text))
 
     async def close(self) -> None:
-        """As `Session` has it."""
+        """Closes the game."""
         await self._run(self._game.close)
 
     async def _run(self, function: Callable[[], Result]) -> Result:

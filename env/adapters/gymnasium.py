@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_plain, value))
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -40,10 +40,10 @@ class _Protocol:
             return {self.action_field: text}
         for start in (match.start() for match in re.finditer(r"\{", text)):
             try:
-                found, _ = json.JSONDecoder().raw_decode(text[start:])
+                value, _ = json.JSONDecoder().raw_decode(text[start:])
             except ValueError:
                 continue
-            return found if isinstance(found, dict) else None
+            return value if isinstance(value, dict) else None
         return None
 
     def shown(self, observation: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ class OpenEnvSession:
         return as_prompt(f"{self._protocol.instructions}\n\n{text}".strip(), chat=self._protocol.chat)
 
     async def step(self, action: Action) -> Turn:
-        """As `Session` has it. Raises: OpenEnvError."""
+        """Plays one action in the server's env. Raises: OpenEnvError."""
         data = self._protocol.action(action.text)
         if data is None:
             return self._refused("Your answer has no JSON object.")

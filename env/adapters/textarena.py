@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, format_error, suggest
 from slipstream.env.adapters.base import GeneratedGames, Prompt, ThreadedSession, as_prompt, release, require
 from slipstream.env.base import Task, Turn
@@ -39,7 +39,7 @@ def random_move(observation: str, rng: random.Random) -> str:
     return rng.choice(lists[-1]) if lists else ""
 
 
-OPPONENTS: Final[Mapping[str, Opponent]] = {"random": random_move}
+OPPONENTS: Final = Registry("opponent", {"random": f"{__name__}:random_move"})
 
 
 class Textarena(GeneratedGames):
@@ -74,7 +74,7 @@ class Textarena(GeneratedGames):
         with _without_output():
             require("textarena")
         self._game, self._make, self._player, self._chat = game, dict(make or {}), player, chat
-        self._opponent: Opponent = find_plugin("opponent", opponent, OPPONENTS)
+        self._opponent: Opponent = OPPONENTS.load(opponent)
         if player not in (None, 0, 1):
             raise ConfigError(f"env textarena: player={player!r} must be 0, 1 or null")
         self._players = _count_players(game, self._make)

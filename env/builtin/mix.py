@@ -53,7 +53,7 @@ class Mix:
             log.warning("an epoch of the mixture leaves tasks out", needed=round(epoch), tasks=_MOST_TRAIN_TASKS)
         drawn = [round(min(epoch, _MOST_TRAIN_TASKS) * part.weight / total) for part in parts]
         self._ends = list(
-            accumulate(max(1, each) if part.weight else 0 for each, part in zip(drawn, parts, strict=True))
+            accumulate(max(1, tasks) if part.weight else 0 for tasks, part in zip(drawn, parts, strict=True))
         )
         self._held_out = [part.env.size("eval") for part in parts]
 

@@ -62,7 +62,7 @@ class JsonLines:
         return _decoded(self.lines[index])
 
     def scan(self) -> Iterator[Row | ValueError]:
-        """As the protocol has it."""
+        """All rows in their order, with an error in the place of a malformed one."""
         for line in self.lines:
             try:
                 yield _decoded(line)
@@ -109,7 +109,7 @@ class Batches:
         return row
 
     def scan(self) -> Iterator[Row | ValueError]:
-        """As the protocol has it."""
+        """All rows in their order, with an error in the place of a malformed one."""
         for batch in self._batches:
             yield from batch.to_pylist()
 
@@ -150,10 +150,10 @@ def _matching(path: Path) -> list[Path]:
     pattern = str(path)
     if path.exists() or not re.search(r"[*?[]", pattern):
         return [path]
-    found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    if not found:
+    paths = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    if not paths:
         raise ConfigError(f"no file matches {pattern}")
-    return found
+    return paths
 
 
 def _file(path: Path) -> Source:

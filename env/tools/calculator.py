@@ -1,4 +1,8 @@
-"""Arithmetic on the text of an expression, bounded in time and memory."""
+"""Arithmetic on the text of an expression, bounded in time and memory.
+
+Written here: libraries that evaluate expressions (asteval, simpleeval, sympy) bound neither the digits of a product nor
+the depth of an expression, and a policy in training tries both.
+"""
 
 import ast
 import math

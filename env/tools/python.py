@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from slipstream.configs.runtime.sandbox import (
+from slipstream.env.tools.schema import Tool, ToolUnavailable
+from slipstream.sandbox import (
     SandboxLimits,
     SandboxResult,
     SandboxUnavailable,
     find_interpreter,
     run_python,
 )
-from slipstream.env.tools.schema import Tool, ToolUnavailable
 
 
 class Python:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig, RejectionConfig
 from slipstream.learner.algorithms.advantages.base import one_rank
+from slipstream.learner.algorithms.divergence import k2, k3
 from slipstream.learner.algorithms.losses.base import LOG_BOUND, bounded
-from slipstream.learner.algorithms.mismatch import k2, k3
 
 
 @dataclass(frozen=True)

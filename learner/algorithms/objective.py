@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate
 from slipstream.learner.algorithms.correction import correct, interpolate
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.prepare import PreparedStep
 from slipstream.learner.data.packing import MicroBatch
@@ -20,7 +20,7 @@ from slipstream.learner.models.fused_head import ActionScores
 
 
 @dataclass(frozen=True)
-class ActionFigures:
+class ActionValues:
     """Values of a micro-batch's actions, for metrics: detached, 0 where there is no action."""
 
     target_BT: Tensor
@@ -59,8 +59,8 @@ class Objective:
     kl_coefficient: float
     generator: torch.Generator
 
-    def __call__(self, scores: ActionScores, batch: MicroBatch) -> tuple[Tensor, ActionFigures]:
-        """The micro-batch's share of the update's loss, with gradient, and figures of its actions."""
+    def __call__(self, scores: ActionScores, batch: MicroBatch) -> tuple[Tensor, ActionValues]:
+        """The micro-batch's share of the update's loss, with gradient, and values of its actions."""
         rows = self.prepared.rows
         mask_BT = batch.of_step(rows.mask_BT)
         behaviour_BT = batch.of_step(rows.behaviour_logprobs_BT)
@@ -87,7 +87,7 @@ class Objective:
         if kl_BT is not None and kl is not None and kl.place == "loss":
             loss_BT = loss_BT + self.kl_coefficient * kl_BT
         loss = self._aggregate(batch.of_step(rows.importance_weights_B[:, None]) * loss_BT, kept_BT)
-        return loss, ActionFigures(
+        return loss, ActionValues(
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
             initial_BT=initial_BT,

@@ -18,8 +18,7 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.kl import kl_estimate
-from slipstream.learner.algorithms.registry import NEEDS_COLLISION
+from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.lora import without_adapters
@@ -133,10 +132,10 @@ class StepPreparer:
     def _needs_all_scores(self) -> bool:
         learner = self.learner
         in_reward = learner.kl is not None and learner.kl.place == "reward"
-        return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
+        return learner.correction.needs_proximal_first or in_reward or learner.advantage.needs_collision
 
     def _proximal(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
-        collision_BT = torch.zeros_like(rows.mask_BT) if self.learner.advantage.name in NEEDS_COLLISION else None
+        collision_BT = torch.zeros_like(rows.mask_BT) if self.learner.advantage.needs_collision else None
 
         def logprobs(batch: MicroBatch) -> Tensor:
             scores = score_actions(self.model, batch, temperature=self.temperature, collision=collision_BT is not None)

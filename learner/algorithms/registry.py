@@ -5,64 +5,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.configs.plugins import find_function
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.algorithms import AdvantageConfig, LossConfig
-from slipstream.learner.algorithms.advantages.base import Advantage, AdvantageInputs
-from slipstream.learner.algorithms.advantages.group_relative import (
-    dr_grpo,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus_baseline,
-    rloo,
-)
-from slipstream.learner.algorithms.advantages.returns import gae, optimal_token_baseline, reinforce_plus_plus, remax
-from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms, PolicyLoss
-from slipstream.learner.algorithms.losses.clipped import cispo, dro, gmpo, gspo, kimi, ppo, reinforce, sapo, topr
-from slipstream.learner.algorithms.losses.selective import clip_cov, dppo_kl, dppo_tv, kl_cov
-
-ADVANTAGES: Final[dict[str, Advantage]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "grpo_passk": grpo_passk,
-    "gdpo": gdpo,
-    "rloo": rloo,
-    "opo": opo,
-    "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "gpg": gpg,
-    "gae": gae,
-    "optimal_token_baseline": optimal_token_baseline,
-}
-
-NEEDS_COLLISION: Final = frozenset({"optimal_token_baseline"})
-"""Built-ins that read `logprobs_BT` and `collision_BT`."""
-
-LOSSES: Final[dict[str, PolicyLoss]] = {
-    "ppo": ppo,
-    "decoupled_ppo": ppo,  # the decoupling is in the importance weight, which comes afterwards
-    "gspo": gspo,
-    "cispo": cispo,
-    "gmpo": gmpo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "reinforce": reinforce,
-    "topr": topr,
-    "kimi": kimi,
-}
+from slipstream.configs.schema.algorithms import ADVANTAGES, LOSSES, AdvantageConfig, LossConfig
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tensor]:
@@ -70,8 +20,8 @@ def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tens
 
     Raises: ConfigError if there is none of that name, or it can't be called with those settings.
     """
-    advantage = find_function("advantage", config.name, ADVANTAGES, config.arguments)
-    if config.name not in ADVANTAGES:
+    advantage = ADVANTAGES.bind(config.name, config.arguments)
+    if config.name not in ADVANTAGES.built_in:
         advantage = partial(_checked_advantages, f"advantage {config.name!r}", advantage)
     return torch.no_grad()(advantage)
 
@@ -89,8 +39,8 @@ def build_loss(config: LossConfig) -> Callable[[LossInputs], LossTerms]:
 
     Raises: ConfigError if there is none of that name, or a plug-in does not take its options.
     """
-    loss = find_function("loss", config.name, LOSSES, config.arguments)
-    return loss if config.name in LOSSES else partial(_checked_terms, f"loss {config.name!r}", loss)
+    loss = LOSSES.bind(config.name, config.arguments)
+    return loss if config.name in LOSSES.built_in else partial(_checked_terms, f"loss {config.name!r}", loss)
 
 
 def _checked_terms(plugin: str, loss: Callable[[LossInputs], object], inputs: LossInputs) -> LossTerms:

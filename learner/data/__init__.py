@@ -1,1 +1,1 @@
-"""From token sequences to packed micro-batches."""
+"""Token sequences, and the packed micro-batches that are made of them."""

@@ -94,7 +94,7 @@ def first_fit(tokens: Sequence[int], *, budget: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Level:
+class MicroBatchPlan:
     """Micro-batches of equal number on all ranks, and of nearly equal costs."""
 
     micro_batches: int
@@ -107,7 +107,7 @@ class Level:
         filled, sums = [0] * len(bins), [0.0] * len(bins)
         for index in _longest_first(tokens):
             fitting = [n for n in range(len(bins)) if not bins[n] or filled[n] + tokens[index] <= budget]
-            if not fitting:  # almost full ones: level enough
+            if not fitting:  # almost full ones: balanced enough
                 return first_fit(tokens, budget=budget)
             chosen = min(fitting, key=lambda n: sums[n])
             bins[chosen].append(index)
@@ -132,9 +132,9 @@ def _longest_first(tokens: Sequence[int]) -> list[int]:
     return sorted(range(len(tokens)), key=lambda i: -tokens[i])
 
 
-def share_out(
+def balance_groups(
     lengths: Sequence[Sequence[int]], ranks: int, *, budget: int, cost: SequenceCost
-) -> tuple[list[list[int]], Level]:
+) -> tuple[list[list[int]], MicroBatchPlan]:
     """Indices of an update's groups by rank, and its micro-batches; the same on all ranks.
 
     Groups stay whole, because advantages compare the answers of one.
@@ -143,8 +143,8 @@ def share_out(
         lengths: input tokens of the sequences of each group.
     """
     groups = spread([sum(map(cost, group)) for group in lengths], ranks)
-    own = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
-    least = max(len(first_fit(tokens, budget=budget)) for tokens in own)
-    # One with more room may be so much more level that it is faster.
-    levels = [Level(count, cost) for count in range(least, least + 2 + least // EXTRA)]
-    return groups, min(levels, key=lambda level: level.slowest(own, budget=budget))
+    lengths_of_rank = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
+    least = max(len(first_fit(tokens, budget=budget)) for tokens in lengths_of_rank)
+    # One with more room may be so much better balanced that it is faster.
+    plans = [MicroBatchPlan(count, cost) for count in range(least, least + 2 + least // EXTRA)]
+    return groups, min(plans, key=lambda plan: plan.slowest(lengths_of_rank, budget=budget))

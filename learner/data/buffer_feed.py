@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
-from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.data.balance import Level, SequenceCost, share_out
+from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import ActionBatch, build_rows
@@ -50,10 +50,10 @@ class StepData:
     updates: list[list[MicroBatch]]
     """Micro-batches of each optimizer update."""
     rows: ActionBatch
-    """Of all updates, one after the other."""
+    """Actions of all updates, one update after the other."""
     trajectories: list[Trajectory]
     staleness: Mapping[int, int]
-    """Of action tokens, by their policy version."""
+    """Staleness of action tokens, by their policy version."""
 
 
 def token_sequence(
@@ -70,14 +70,14 @@ def token_sequence(
     return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory))
 
 
-def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
+def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
     """Indices of a step's groups that a rank trains on, per update: blocks to the updates, round-robin to the ranks."""
     per_update = groups // updates
     return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
 
 
 def build_step(
-    dealt: Sequence[Sequence[tuple[Group, float]]],
+    assigned: Sequence[Sequence[tuple[Group, float]]],
     *,
     token_budget: int,
     rewards: Sequence[RewardConfig],
@@ -85,28 +85,28 @@ def build_step(
     consuming_version: int,
     staleness: Mapping[int, int] | None = None,
     images: ImageReader | None = None,
-    levels: Sequence[Level] | None = None,
+    plans: Sequence[MicroBatchPlan] | None = None,
 ) -> StepData:
     """A rank's part of a step.
 
     Args:
-        dealt: groups of each update with their importance weights.
+        assigned: groups of each update with their importance weights.
         token_budget: maximal input tokens of a micro-batch.
         staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
-        levels: of each update's micro-batches, where several ranks train in step.
+        plans: of each update's micro-batches, where several ranks train in step.
     """
     updates, all_trajectories = [], list[Trajectory]()
-    unset: list[Level | None] = [None] * len(dealt)
-    for groups, level in zip(dealt, levels or unset, strict=True):
+    unset: list[MicroBatchPlan | None] = [None] * len(assigned)
+    for groups, plan in zip(assigned, plans or unset, strict=True):
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
         sequences = [
             token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), level=level))
+        updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), plan=plan))
         all_trajectories += trajectories
     rows = build_rows(
-        [each for groups in dealt for each in groups], terms=[reward.name for reward in rewards if reward.weight]
+        [each for groups in assigned for each in groups], terms=[reward.name for reward in rewards if reward.weight]
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
@@ -114,40 +114,13 @@ def build_step(
     return StepData(step, consuming_version, updates, rows, all_trajectories, staleness)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeedSettings:
-    """Settings of a feed."""
-
-    groups_per_step: int
-    updates_per_step: int
-    token_budget: int
-    cost: SequenceCost
-    """Of sequences under the policy."""
-    rewards: Sequence[RewardConfig]
-    wait_deadline_s: float
-    """For the groups of a step, from the call of `take`."""
-    outage_deadline_s: float
-    """For Redis, on rank 0; other ranks wait for it in addition."""
-    max_staleness: int
-    weights: WeightsConfig
-    """Addresses, for error messages."""
-
-    def require_equal_shares(self, ranks: int) -> None:
-        """Raises: ConfigError when the groups of an update do not divide among the ranks with different data."""
-        per_update = self.groups_per_step // self.updates_per_step
-        if per_update % ranks:
-            raise ConfigError(
-                f"learner.groups_per_step / learner.updates_per_step = {per_update} must be a multiple of the "
-                f"{ranks} learner ranks that receive different groups"
-            )
-
-
 class Feed:
     """A queue of depth one between buffer and training loop; on every rank."""
 
     def __init__(
         self,
-        settings: FeedSettings,
+        config: RunConfig,
+        cost: SequenceCost,
         world: World,
         reader: GroupReader,
         buffer: BufferClient | None,
@@ -155,12 +128,14 @@ class Feed:
         images: ImageReader | None = None,
     ) -> None:
         """Args:
+        cost: of sequences under the policy.
         buffer: rank 0's connection for leases, which the feed closes; None on other ranks.
         signals: stop signals of this process.
         images: reads the images of a vision-language model.
         """
         self.images = images
-        self._settings = settings
+        self._config = config
+        self._cost = cost
         self._world = world
         self._signals = signals or GracefulStop()
         self._reader = reader
@@ -213,38 +188,40 @@ class Feed:
         return time.monotonic() - self._waits_since
 
     def _fetch(self, number: int, step: int, consuming_version: int) -> StepData:
-        settings, world = self._settings, self._world
+        learner, world = self._config.learner, self._world
         lease = self._lease(number, step, consuming_version)
-        dealt = deal(
-            len(lease.ids), updates=settings.updates_per_step, rank=world.data_rank, world_size=world.data_size
+        assigned = partition_groups(
+            len(lease.ids), updates=learner.updates_per_step, rank=world.data_rank, world_size=world.data_size
         )
-        groups, levels = self._read(lease, chain.from_iterable(dealt)), None
+        groups, plans = self._read(lease, chain.from_iterable(assigned)), None
         if world.data_size > 1:
-            dealt, levels = self._balance(number, step, groups)
-            groups |= self._read(lease, [index for index in chain.from_iterable(dealt) if index not in groups])
+            assigned, plans = self._balance(number, step, groups)
+            groups |= self._read(lease, [index for index in chain.from_iterable(assigned) if index not in groups])
         return build_step(
-            [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in dealt],
-            token_budget=settings.token_budget,
-            rewards=settings.rewards,
+            [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
+            token_budget=learner.token_budget,
+            rewards=self._config.rewards,
             step=step,
             consuming_version=consuming_version,
             staleness=lease.staleness_of,
             images=self.images,
-            levels=levels,
+            plans=plans,
         )
 
-    def _read(self, lease: Lease, indices: Iterable[int]) -> dict[int, Group]:
+    def _read(self, lease: LeasedGroups, indices: Iterable[int]) -> dict[int, Group]:
         """The leased groups of these indices."""
         wanted = list(indices)
         return dict(zip(wanted, self._reader.read([lease.ids[index] for index in wanted]), strict=True))
 
-    def _balance(self, number: int, step: int, groups: Mapping[int, Group]) -> tuple[list[list[int]], list[Level]]:
+    def _balance(
+        self, number: int, step: int, groups: Mapping[int, Group]
+    ) -> tuple[list[list[int]], list[MicroBatchPlan]]:
         """Indices of the groups that this rank trains on and its micro-batches, by update.
 
         Args:
             groups: those whose lengths this rank shares with the others, by index.
         """
-        settings, world = self._settings, self._world
+        learner, world = self._config.learner, self._world
         own = [(index, [len(each.action_mask) - 1 for each in group.trajectories]) for index, group in groups.items()]
         world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(own))
         if number > 2:
@@ -253,20 +230,20 @@ class Feed:
         for rank in range(world.data_size):
             shared = self._await_key(f"lengths/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
             lengths |= dict(json.loads(shared))
-        per_update = len(lengths) // settings.updates_per_step
-        dealt, levels = [], []
+        per_update = len(lengths) // learner.updates_per_step
+        assigned, plans = [], []
         for start in range(0, len(lengths), per_update):
-            shares, level = share_out(
+            shares, plan = balance_groups(
                 [lengths[start + index] for index in range(per_update)],
                 world.data_size,
-                budget=settings.token_budget,
-                cost=settings.cost,
+                budget=learner.token_budget,
+                cost=self._cost,
             )
-            dealt.append([start + index for index in shares[world.data_rank]])
-            levels.append(level)
-        return dealt, levels
+            assigned.append([start + index for index in shares[world.data_rank]])
+            plans.append(plan)
+        return assigned, plans
 
-    def _lease(self, number: int, step: int, consuming_version: int) -> Lease:
+    def _lease(self, number: int, step: int, consuming_version: int) -> LeasedGroups:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError
         if self._buffer is None:
             return self._lease_from_root(key, step)
@@ -287,14 +264,14 @@ class Feed:
         if self._world.size > 1:
             self._world.store.set(key, json.dumps(outcome))
 
-    def _lease_from_root(self, key: str, step: int) -> Lease:
+    def _lease_from_root(self, key: str, step: int) -> LeasedGroups:
         """Rank 0's lease. Raises: StarvedError and StopRequested as on rank 0."""
         outcome = json.loads(self._await_key(key, f"step {step}: the lease of rank 0"))
         if "starved" in outcome:
             raise StarvedError(outcome["starved"])
         if "stopped" in outcome:
             raise StopRequested(outcome["stopped"])
-        return Lease(**outcome)
+        return LeasedGroups(**outcome)
 
     def _await_key(self, key: str, what: str) -> str:
         """The store's value of `key`; the deadline is later than rank 0's for the lease, whose error has the reason.
@@ -304,7 +281,7 @@ class Feed:
 
         Raises: DeadlineError, StoppedError.
         """
-        deadline_s = self._settings.wait_deadline_s + self._settings.outage_deadline_s
+        deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
             shared = self._world.read_store(key)
             if shared is not None:
@@ -315,8 +292,8 @@ class Feed:
                 )
         raise StoppedError("the learner stops")
 
-    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
-        count, deadline_s = self._settings.groups_per_step, self._settings.wait_deadline_s
+    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> LeasedGroups:
+        count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
         while not self._stopping:
             if self._signals.number:
                 raise StopRequested(self._signals.number)
@@ -341,8 +318,8 @@ class Feed:
         raise StoppedError("the learner stops")
 
     def _explain_shortage(self, state: State, consuming_version: int) -> str:
-        oldest_version = consuming_version - self._settings.max_staleness
-        return explain_shortage(state, self._settings.weights, oldest_version=oldest_version)
+        oldest_version = consuming_version - self._config.buffer.max_staleness
+        return explain_shortage(state, self._config.weights, oldest_version=oldest_version)
 
 
 def explain_shortage(state: State, weights: WeightsConfig, *, oldest_version: int) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.learner.data.balance import Level, first_fit
+from slipstream.learner.data.balance import MicroBatchPlan, first_fit
 from slipstream.learner.data.images import SequenceImages
 from slipstream.learner.parallel.context import ContextParallel
 from slipstream.learner.parallel.mesh import World
@@ -188,7 +188,7 @@ class Share:
 
 
 def pack(
-    sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0, level: Level | None = None
+    sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0, plan: MicroBatchPlan | None = None
 ) -> list[MicroBatch]:
     """Packs sequences, longest first, into as few micro-batches as first-fit finds.
 
@@ -198,10 +198,10 @@ def pack(
         sequences: at least two tokens each.
         token_budget: most input tokens in one micro-batch; a longer sequence gets one of its own.
         first_row: the first sequence's row in the step's batch; the others follow.
-        level: number and equal costs of the micro-batches, where several ranks train in step.
+        plan: number and equal costs of the micro-batches, where several ranks train in step.
     """
     lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
-    bins = first_fit(lengths, budget=token_budget) if level is None else level.fill(lengths, budget=token_budget)
+    bins = first_fit(lengths, budget=token_budget) if plan is None else plan.fill(lengths, budget=token_budget)
     return [_micro_batch([sequences[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
 
 

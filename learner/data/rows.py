@@ -18,7 +18,7 @@ from slipstream.learner.data.packing import Movable, locate_actions
 
 @dataclass(frozen=True)
 class ActionBatch(Movable):
-    """One row for each trajectory, in the order in which the groups were dealt; 0 where there is no action.
+    """One row for each trajectory, in the order in which the groups were assigned; 0 where there is no action.
 
     The trajectories of an episode stand in the order in which they were generated, not necessarily side by side.
     """

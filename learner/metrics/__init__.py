@@ -1,1 +1,1 @@
-"""Figures of training steps, records and summaries."""
+"""Metrics of training steps, records and summaries."""

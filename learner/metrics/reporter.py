@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.metrics.trackers.base import Record, Tracker
+from slipstream.learner.metrics.trackers import Record, Tracker
 
 log = get_log("learner.reporter")
 
@@ -34,7 +34,7 @@ class Reporter:
             log.info("training the first step")
 
     def step_finished(
-        self, step: int, figures: Mapping[str, float], *, wait_s: float, train_s: float, step_s: float
+        self, step: int, metrics: Mapping[str, float], *, wait_s: float, train_s: float, step_s: float
     ) -> None:
         """Logs the record of the step after which `step` steps are done."""
         now = time.monotonic()
@@ -47,7 +47,7 @@ class Reporter:
                 "time_s": self.since_start_s(),
                 "step": step,
                 "steps": self._steps,
-                **figures,
+                **metrics,
                 "wait_s": wait_s,
                 "train_s": train_s,
                 "step_s": step_s,

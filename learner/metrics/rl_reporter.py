@@ -13,8 +13,8 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
-from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.metrics.trackers import Tracker
+from slipstream.learner.weights.members import SyncMetrics
 
 log = get_log("learner.reporter")
 
@@ -28,7 +28,7 @@ class RLReporter(Reporter):
     def __init__(
         self,
         trackers: Sequence[Tracker],
-        sync: SyncFigures,
+        sync: SyncMetrics,
         *,
         steps: int,
         dtype: str,
@@ -39,7 +39,7 @@ class RLReporter(Reporter):
         """Args:
         sync: of the weights' publisher, which updates it.
         dtype: in which the model computes.
-        signal: takes the figures of each step.
+        signal: takes the metrics of each step.
         eval_reward: reward whose mean evaluations report; None: the weighted sum.
         """
         super().__init__(trackers, steps=steps, started=started)
@@ -49,12 +49,12 @@ class RLReporter(Reporter):
         self._mismatch_limit = MISMATCH_LIMIT[dtype]
         self._servers: deque[tuple[float, float, float, int]] = deque()
 
-    def rollout_figures(self, state: State) -> dict[str, float]:
-        """Figures of ledger and rollout servers, from the buffer's state after a step."""
-        return {**_ledger_figures(state), **self._server_figures(state.servers)}
+    def rollout_metrics(self, state: State) -> dict[str, float]:
+        """Metrics of ledger and rollout servers, from the buffer's state after a step."""
+        return {**_ledger_metrics(state), **self._server_metrics(state.servers)}
 
-    def sync_figures(self) -> dict[str, float]:
-        """Figures of the weight updates."""
+    def sync_metrics(self) -> dict[str, float]:
+        """Metrics of the weight updates."""
         sync = self._sync
         latest = {
             "weight_sync_s": sync.published_s,
@@ -68,21 +68,21 @@ class RLReporter(Reporter):
             "weights/unreached": sync.unreached,
         }
 
-    def check_step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Warns when a step's figures show that training can't succeed."""
-        self._check_mismatch(step, figures)
-        self._signal.observe(step, figures)
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warns when a step's metrics show that training can't succeed."""
+        self._check_mismatch(step, metrics)
+        self._signal.observe(step, metrics)
 
-    def _check_mismatch(self, step: int, figures: Mapping[str, float]) -> None:
+    def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warns when engine and learner disagree on log-probs at the same weights."""
-        if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
-            log.warning("engine and learner disagree", step=step, mismatch_abs=figures["mismatch_abs"])
+        if metrics.get("mismatch_abs", 0.0) > self._mismatch_limit:
+            log.warning("engine and learner disagree", step=step, mismatch_abs=metrics["mismatch_abs"])
 
     def evaluated(self, step: int, reports: Sequence[EvalReport], mismatch: Mapping[str, float] | None = None) -> None:
         """Logs evaluations that have finished when `step` steps are done.
 
         Args:
-            mismatch: figures of the engine mismatch on their answers.
+            mismatch: metrics of the engine mismatch on their answers.
         """
         mismatch = mismatch or {}
         self._check_mismatch(step, mismatch)
@@ -101,13 +101,13 @@ class RLReporter(Reporter):
                     policy_version=report.version,
                 )
                 continue
-            figures = _evaluation_figures(report)
-            log.info("evaluated", **figures)
-            self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **figures, **mismatch})
+            metrics = _evaluation_metrics(report)
+            log.info("evaluated", **metrics)
+            self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **metrics, **mismatch})
 
     def finish(self, state: State, paths: RunPaths, *, step: int, version: int) -> None:
         """Writes the summary, which marks the run as finished. Raises: OSError."""
-        figures = summarise(
+        metrics = summarise(
             read_records(paths.metrics),
             last_step=step,
             policy_version=version,
@@ -117,13 +117,13 @@ class RLReporter(Reporter):
             wall_s=self.since_start_s(),
             startup_s=self.startup_s(),
         )
-        figures["eval_reward"] = self._eval_reward
-        write_atomically(paths.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
+        metrics["eval_reward"] = self._eval_reward
+        write_atomically(paths.summary, [json.dumps(metrics, indent=2).encode(), b"\n"])
 
-    def _server_figures(self, servers: Sequence[ServerStatus]) -> dict[str, float]:
+    def _server_metrics(self, servers: Sequence[ServerStatus]) -> dict[str, float]:
         """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""
         now = time.monotonic()
-        figures: dict[str, float] = {
+        metrics: dict[str, float] = {
             "engine_deaths": sum(server.engine_deaths for server in servers),
             "requests_restarted": sum(server.requests_restarted for server in servers),
         }
@@ -140,14 +140,14 @@ class RLReporter(Reporter):
             self._servers.popleft()
         (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
         if up_now <= up:  # servers report about once a second, and one may have left
-            return figures
-        return figures | {
+            return metrics
+        return metrics | {
             "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
             "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
         }
 
 
-def _evaluation_figures(report: EvalReport) -> dict[str, float]:
+def _evaluation_metrics(report: EvalReport) -> dict[str, float]:
     return {
         "policy_version": report.version,
         "score": report.score if report.tasks else math.nan,
@@ -161,7 +161,7 @@ def _evaluation_figures(report: EvalReport) -> dict[str, float]:
     }
 
 
-def _ledger_figures(state: State) -> dict[str, float]:
+def _ledger_metrics(state: State) -> dict[str, float]:
     states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued", "skipped_tasks")
     return {
         **{f"buffer/{name}": getattr(state.counts, name) for name in states},

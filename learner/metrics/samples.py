@@ -19,7 +19,7 @@ Kind = Literal["step", "eval"]
 MOST_FILES: Final = 256
 """Beyond that, every other file of the older half is removed: the whole run stays represented, its end densely."""
 MOST_TOKENS: Final = 1 << 16
-"""Of the trajectories in one file, 9 bytes each."""
+"""Most tokens of the trajectories in one file, 9 bytes each."""
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ log = get_log("learner.signal")
 STEPS_IN_A_ROW = 20
 """Steps with the same finding before it is logged: small steps have one by chance."""
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 
 
 def has_fixed_length(sampling: SamplingConfig) -> bool:
@@ -26,7 +26,7 @@ class SignalWatch:
     group_relative: bool
     """True if advantages compare the episodes of a group: then groups of equal rewards train nothing."""
     fixed_length: bool
-    """As `has_fixed_length`."""
+    """True if all answers have the same length by configuration (`has_fixed_length`)."""
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
 
     @property
@@ -34,13 +34,13 @@ class SignalWatch:
         """Findings that are none with these settings."""
         return {*([] if self.group_relative else [_NO_SPREAD]), *([_CUT_OFF] if self.fixed_length else [])}
 
-    def observe(self, step: int, figures: Figures) -> None:
-        """Takes the figures of a step."""
+    def observe(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of a step."""
         for event, holds, remedy in _FINDINGS:
-            found = holds(figures) and event not in self._expected
-            self._in_a_row[event] = self._in_a_row.get(event, 0) + 1 if found else 0
+            fires = holds(metrics) and event not in self._expected
+            self._in_a_row[event] = self._in_a_row.get(event, 0) + 1 if fires else 0
             if self._in_a_row[event] == STEPS_IN_A_ROW:
-                shown = {name: figures[name] for name in _SHOWN if name in figures}
+                shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 log.warning(event, step=step, steps=STEPS_IN_A_ROW, **shown, remedy=remedy)
 
 
@@ -49,23 +49,23 @@ _NO_SPREAD = "no group has a spread of rewards"
 _CUT_OFF = "all answers are cut off"
 
 
-def _all_equal(figures: Figures) -> bool:
-    return figures["reward_std"] == 0
+def _all_equal(metrics: Metrics) -> bool:
+    return metrics["reward_std"] == 0
 
 
-def _no_spread(figures: Figures) -> bool:
-    return figures["groups_without_spread"] == 1 and not _all_equal(figures)
+def _no_spread(metrics: Metrics) -> bool:
+    return metrics["groups_without_spread"] == 1 and not _all_equal(metrics)
 
 
-def _all_cut_off(figures: Figures) -> bool:
-    return figures["answers_cut_off"] == 1
+def _all_cut_off(metrics: Metrics) -> bool:
+    return metrics["answers_cut_off"] == 1
 
 
-def _no_gradient(figures: Figures) -> bool:
-    return figures.get("grad_norm") == 0 and not (_all_equal(figures) or _no_spread(figures))
+def _no_gradient(metrics: Metrics) -> bool:
+    return metrics.get("grad_norm") == 0 and not (_all_equal(metrics) or _no_spread(metrics))
 
 
-_FINDINGS: tuple[tuple[str, Callable[[Figures], bool], str], ...] = (
+_FINDINGS: tuple[tuple[str, Callable[[Metrics], bool], str], ...] = (
     (
         "all rewards are equal",
         _all_equal,

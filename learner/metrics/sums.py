@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import CUT_OFF, FINISH_REASONS, Trajectory
+from slipstream.learner.algorithms.divergence import SUMS as LAG
+from slipstream.learner.algorithms.divergence import k3, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import bounded
-from slipstream.learner.algorithms.mismatch import SUMS as LAG
-from slipstream.learner.algorithms.mismatch import k3, mismatch_figures, mismatch_sums
-from slipstream.learner.algorithms.objective import ActionFigures
+from slipstream.learner.algorithms.objective import ActionValues
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
@@ -47,8 +47,8 @@ class StepSums:
         """Sets a metric that is the same on all ranks; the last value counts."""
         self._values[name] = value
 
-    def add_policy(self, figures: ActionFigures, own_version: int | None) -> None:
-        """Adds figures of a micro-batch's actions under the policy's objective.
+    def add_policy(self, values: ActionValues, own_version: int | None) -> None:
+        """Adds values of a micro-batch's actions under the policy's objective.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
         2020), as χ²(π_θ‖μ), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those
@@ -57,23 +57,23 @@ class StepSums:
         Args:
             own_version: the version of the step's first weights, None if they were not published.
         """
-        mask_BT = figures.mask_BT
-        lag_BT = bounded((figures.target_BT - figures.behaviour_BT) * mask_BT)
+        mask_BT = values.mask_BT
+        lag_BT = bounded((values.target_BT - values.behaviour_BT) * mask_BT)
         self.add(
             actions=mask_BT.sum(),
-            kept=figures.kept_BT.sum(),
-            clipped=(figures.clipped_BT * mask_BT).sum(),
-            truncated=(figures.truncated_BT * mask_BT).sum(),
+            kept=values.kept_BT.sum(),
+            clipped=(values.clipped_BT * mask_BT).sum(),
+            truncated=(values.truncated_BT * mask_BT).sum(),
         )
         lag_sums = mismatch_sums(lag_BT, lag_BT.exp() * mask_BT, mask_BT)
         self.add(**{f"lag/{name}": value for name, value in lag_sums.items()})
-        if figures.entropy_BT is not None:
-            self.add(entropy=figures.entropy_BT.sum())
-        if figures.reference_kl_BT is not None:
-            self.add(reference_kl=figures.reference_kl_BT.sum(), referenced=mask_BT.sum())
-        if own_version is not None and figures.initial_BT is not None:
-            same_BT = mask_BT * (figures.versions_BT == own_version)
-            mismatch_BT = (figures.initial_BT - figures.behaviour_BT) * same_BT
+        if values.entropy_BT is not None:
+            self.add(entropy=values.entropy_BT.sum())
+        if values.reference_kl_BT is not None:
+            self.add(reference_kl=values.reference_kl_BT.sum(), referenced=mask_BT.sum())
+        if own_version is not None and values.initial_BT is not None:
+            same_BT = mask_BT * (values.versions_BT == own_version)
+            mismatch_BT = (values.initial_BT - values.behaviour_BT) * same_BT
             self.add(
                 same_version=same_BT.sum(),
                 mismatch_k1=-mismatch_BT.sum(),
@@ -102,35 +102,35 @@ class StepSums:
     def means(self, totals: Tensor) -> dict[str, float]:
         """Metrics of the step, from the sums of all ranks."""
         total = dict(zip(self._names, totals.tolist(), strict=True))
-        figures = {"actions": total["actions"], "answers": total["episodes"], "tokens": total["input_tokens"]}
+        metrics = {"actions": total["actions"], "answers": total["episodes"], "tokens": total["input_tokens"]}
         if total["actions"]:
-            figures |= _policy_figures(total)
-            figures |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
+            metrics |= _policy_metrics(total)
+            metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
         if total["valued"]:
-            figures |= _critic_figures(total)
-        return figures | {name: float(value) for name, value in self._values.items()}
+            metrics |= _critic_metrics(total)
+        return metrics | {name: float(value) for name, value in self._values.items()}
 
 
-def _policy_figures(total: Mapping[str, float]) -> dict[str, float]:
+def _policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
     actions, same = total["actions"], total["same_version"]
-    figures = {
+    metrics = {
         "loss": total["loss"],
-        **mismatch_figures({name: total[f"lag/{name}"] for name in LAG}),
+        **mismatch_metrics({name: total[f"lag/{name}"] for name in LAG}),
         "clip_fraction": total["clipped"] / actions,
         "truncated_fraction": total["truncated"] / actions,
         "masked_fraction": 1 - total["kept"] / actions,
     }
     if total["entropy"]:
-        figures["entropy"] = total["entropy"] / actions
+        metrics["entropy"] = total["entropy"] / actions
     if total["referenced"]:
-        figures["reference_kl"] = total["reference_kl"] / total["referenced"]
+        metrics["reference_kl"] = total["reference_kl"] / total["referenced"]
     if same:
-        figures |= {"mismatch_tokens": same}
-        figures |= {name: total[name] / same for name in ("mismatch_k1", "mismatch_k3", "mismatch_abs")}
-    return figures
+        metrics |= {"mismatch_tokens": same}
+        metrics |= {name: total[name] / same for name in ("mismatch_k1", "mismatch_k3", "mismatch_abs")}
+    return metrics
 
 
-def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
+def _critic_metrics(total: Mapping[str, float]) -> dict[str, float]:
     valued = total["valued"]
     variance = total["returns_squared"] / valued - (total["returns"] / valued) ** 2
     return {
@@ -141,7 +141,7 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def trajectory_figures(
+def trajectory_metrics(
     trajectories: Sequence[Trajectory],
     episodes: Sequence[int],
     groups: Sequence[int],
@@ -168,7 +168,7 @@ def trajectory_figures(
     of_group = defaultdict[int, set[float]](set)
     for group, trajectory in zip(groups, ends, strict=True):
         of_group[group].add(trajectory.reward)
-    own: dict[str, ArrayLike] = {
+    values_of: dict[str, ArrayLike] = {
         "reward": [t.reward for t in ends],
         _SQUARES: [t.reward**2 for t in ends],
         "groups_without_spread": [len(rewards) == 1 for rewards in of_group.values()],
@@ -183,15 +183,17 @@ def trajectory_figures(
     }
     # Groups from before a change of the rewards have other scores.
     for name in dict.fromkeys(name for t in ends for name in t.scores):
-        own[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
+        values_of[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
     of_ranks = world.gather(
-        {name: (float(np.sum(v)), float(np.min(v)), float(np.max(v)), np.size(v)) for name, v in own.items()}
+        {name: (float(np.sum(v)), float(np.min(v)), float(np.max(v)), np.size(v)) for name, v in values_of.items()}
     )
-    figures = {}
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        sums, least, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
+    metrics = {}
+    for name in dict.fromkeys(name for rank_sums in of_ranks for name in rank_sums):
+        sums, least, largest, counts = zip(
+            *(rank_sums[name] for rank_sums in of_ranks if name in rank_sums), strict=True
+        )
         mean = sum(sums) / sum(counts)
-        figures[name] = max(largest) if name.endswith("_max") else min(least) if name.endswith("_min") else mean
+        metrics[name] = max(largest) if name.endswith("_max") else min(least) if name.endswith("_min") else mean
     # Rounding may leave a little less than 0 where all are equal.
-    figures["reward_std"] = math.sqrt(max(0.0, figures.pop(_SQUARES) - figures["reward"] ** 2))
-    return figures
+    metrics["reward_std"] = math.sqrt(max(0.0, metrics.pop(_SQUARES) - metrics["reward"] ** 2))
+    return metrics

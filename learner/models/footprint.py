@@ -21,7 +21,7 @@ from slipstream.learner.models.vision import auto_class
 SIMULATED_PERIODS = (1, 2)
 """Depths of the simulated models, in periods of different layers; memory grows by the same with each."""
 EXPERT_DIMENSIONS = 3
-"""Of stacked experts."""
+"""Dimensions of a tensor of stacked experts."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class ModelSize:
     layers: int
     """Number of layers."""
     dense: int
-    """In all layers, without experts."""
+    """Parameters of all layers, without experts."""
     experts: int
-    """In all layers."""
+    """Parameters of the experts of all layers."""
     largest_dense: int
-    """Of the largest layer, without experts."""
+    """Parameters of the largest layer, without experts."""
     largest_experts: int
-    """Of the largest layer."""
+    """Parameters of the experts of the largest layer."""
     matrices: int
-    """In two-dimensional weights of layers."""
+    """Parameters in two-dimensional weights of layers."""
     root: int
     """Outside of layers: embedding, norm and head."""
     head: int
-    """Of the head, the embedding itself where they are tied."""
+    """Parameters of the head, the embedding itself where they are tied."""
     rows: int
     """Sum of both dimensions of all matrices in layers: an adapter of rank 1 has so many."""
 
@@ -161,11 +161,11 @@ class _LiveBytes(TorchDispatchMode):
         self._known = weakref.WeakSet[Any](each.untyped_storage() for each in weights)
 
     def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(found):
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        return found
+        return output
 
     def _count(self, storage: Any) -> None:
         if storage in self._known:

@@ -27,15 +27,15 @@ def require_same_tokens(key: str, path: Path, policy: Path, *, vocabulary: int, 
 
 def _problem(path: Path, policy: Path, vocabulary: int) -> str | None:
     try:
-        tokens, own = _tokens(policy), _tokens(path)
+        tokens, model_tokens = _tokens(policy), _tokens(path)
     except ConfigError as error:
         return str(error)
     last = max(tokens.values(), default=0)
     if last >= vocabulary:
         return f"it has {vocabulary} tokens, the policy's tokenizer has {last + 1}"
     for token, number in tokens.items():
-        if own.get(token, number) != number:
-            return f"the token {token!r} has id {own[token]}, and {number} in the policy's tokenizer"
+        if model_tokens.get(token, number) != number:
+            return f"the token {token!r} has id {model_tokens[token]}, and {number} in the policy's tokenizer"
     return None
 
 

@@ -32,7 +32,7 @@ from slipstream.learner.models.scoring import check_head, score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
 from slipstream.learner.parallel.context import context_of, split_batches
-from slipstream.learner.parallel.fsdp import allocate, equalise, reshard, shard
+from slipstream.learner.parallel.fsdp import allocate, broadcast_weights, reshard, shard
 from slipstream.learner.parallel.mesh import World, refuse
 from slipstream.learner.parallel.plans import parallelise
 from slipstream.models.adapters import require_peft
@@ -48,7 +48,7 @@ class ModelOptions:
     """Options of all models of a training."""
 
     dtype: torch.dtype
-    """Of forward and backward passes; master weights are fp32."""
+    """Precision of forward and backward passes; master weights are fp32."""
     attention: str
     """Attention over packed sequences: `segments` or `flash_attention_2`."""
     train_vision_encoder: bool = False
@@ -121,7 +121,7 @@ def load_and_check(
     Raises: ConfigError, on all ranks, when the files do not fit, or packed sequences influence each other.
     """
     decoder = decoder_of(loader.model)
-    equalise(trained, world)
+    broadcast_weights(trained, world)
     parallelise(loader.model, world)
     shard(
         trained,
@@ -219,12 +219,12 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
 
 def _log_differences(path: Path, model: Any) -> None:
     """Logs what the model's folder asks for and training does not do."""
-    own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if own is not None:
+    remote_code = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if remote_code is not None:
         log.warning(
             "code in the model's folder is not run: the model is trained as a class of transformers",
             model=str(path),
-            code=own,
+            code=remote_code,
             trained_as=type(model).__name__,
         )
     dropouts = {name: p for name, p in model.config.to_dict().items() if "drop" in name and isinstance(p, float) and p}

@@ -206,13 +206,13 @@ def recorded_experts(decoder: nn.Module) -> Iterator[list[Tensor]]:
 
     It stays empty without experts.
     """
-    found, routings = list[Tensor](), _routings(decoder)
+    experts, routings = list[Tensor](), _routings(decoder)
     for routing in routings:
         routing.record = []
     try:
-        yield found
+        yield experts
         if routings:
-            found.append(torch.stack([torch.cat(routing.record or []) for routing in routings], dim=1)[None])
+            experts.append(torch.stack([torch.cat(routing.record or []) for routing in routings], dim=1)[None])
     finally:
         for routing in routings:
             routing.record = None
@@ -222,32 +222,32 @@ def recorded_experts(decoder: nn.Module) -> Iterator[list[Tensor]]:
 def replayed_experts(decoder: nn.Module) -> Iterator[None]:
     """Context in which passes use the experts that are given, whatever is configured."""
     routings = _routings(decoder)
-    own = [routing.replays for routing in routings]
+    originals = [routing.replays for routing in routings]
     for routing in routings:
         routing.replays = True
     try:
         yield
     finally:
-        for routing, replays in zip(routings, own, strict=True):
+        for routing, replays in zip(routings, originals, strict=True):
             routing.replays = replays
 
 
 def _routings(model: nn.Module) -> list[Routing]:
-    """Those of the model's routers, in the order of the layers."""
+    """Routings of the model's routers, in the order of the layers."""
     return [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
 
 
-def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
+def expert_metrics(model: nn.Module, world: World) -> dict[str, float]:
     """Metrics of the forward passes with gradient since the last call, on all ranks; empty without experts.
 
     A collective. `experts/load_max` is the largest load of an expert over the mean of its layer, and `experts/idle` the
     share of experts without a token, both averaged over the layers; `experts/replayed` is the share of tokens whose
     experts were given, and `experts/changed` the share of those for which the router would have chosen others.
     """
-    found = _routings(model)
-    if not found:
+    routings = _routings(model)
+    if not routings:
         return {}
-    counts = [routing.take_counts() for routing in found]
+    counts = [routing.take_counts() for routing in routings]
     # Also over the ranks with the same rows: those along `cp` have other tokens of them. Those along `tp` have the same
     # tokens, which leaves these ratios as they are.
     sums = world.sum_of_all(torch.cat(counts).to(world.device)).split([len(each) for each in counts])
@@ -255,13 +255,13 @@ def expert_figures(model: nn.Module, world: World) -> dict[str, float]:
     if not tokens:
         return {}
     loads = [each[:-COUNTS] for each in sums]
-    figures = {
+    metrics = {
         "experts/load_max": _mean([(load.max() / load.mean()).item() for load in loads]),
         "experts/idle": _mean([(load == 0).double().mean().item() for load in loads]),
     }
     if given:
-        figures |= {"experts/replayed": given / tokens, "experts/changed": changed / given}
-    return figures
+        metrics |= {"experts/replayed": given / tokens, "experts/changed": changed / given}
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -28,9 +28,9 @@ class SkippedUpdates:
 
     updates_per_step: int
     checkpoints: Path
-    """Their folder, for the error."""
+    """Folder of the checkpoints, for the error."""
     count: int = 0
-    """Of all models."""
+    """Skipped updates of all models."""
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
     """Consecutive ones of each model, by the metric of its gradient norm."""
 
@@ -66,12 +66,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        matrices = [each for name, each in trained if each.ndim == 2 and "layers" in name.split(".")]
-        own = set(matrices)
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        matrices = [parameter for name, parameter in trained if parameter.ndim == 2 and "layers" in name.split(".")]
+        matrix_set = set(matrices)
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            _adamw([each for _, each in trained if each not in own], config),
+            _adamw([parameter for _, parameter in trained if parameter not in matrix_set], config),
         ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
@@ -123,7 +123,7 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
 
 
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
     """One optimizer update along the clipped gradient, or none if that is not finite; clears the gradients.
 
     Returns: norm of all ranks' gradient before clipping; the decision is the same on all ranks.

@@ -92,13 +92,13 @@ def _mean_error(packed_ND: Tensor, alone_ND: Tensor, context: ContextParallel | 
 
 def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:
     """Output of a layer for a micro-batch, fp32, shape [N, D]."""
-    found: list[Any] = []
-    hook = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+    outputs: list[Any] = []
+    hook = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
         run(batch)
     finally:
         hook.remove()
-    states_1ND: Tensor = found[0][0] if isinstance(found[0], tuple) else found[0]
+    states_1ND: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
     return states_1ND[0].float()
 
 
@@ -115,35 +115,35 @@ def _first_layer_of_last_kind(decoder: Any) -> nn.Module:
         if parts not in seen:
             seen.add(parts)
             last = layer
-    found: nn.Module = last
-    return found
+    chosen: nn.Module = last
+    return chosen
 
 
 @contextmanager
 def _attention(config: Any, name: str) -> Iterator[None]:
     """Context in which the model has another attention."""
-    own = config._attn_implementation
+    original = config._attn_implementation
     # Not by set_attn_implementation(), which reads the source of the class: FSDP has generated it.
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = own
+        config._attn_implementation = original
 
 
 @contextmanager
 def _narrow_windows(decoder: Any) -> Iterator[None]:
     """Context in which attention windows and chunks are of a few tokens, in the config (for masks) and the layers."""
-    own = [
+    originals = [
         (holder, name, tokens)
         for holder in (decoder.config, *decoder.modules())
         for name in _WINDOWS
         if isinstance(tokens := getattr(holder, name, None), int) and tokens > _WINDOW
     ]
-    for holder, name, _ in own:
+    for holder, name, _ in originals:
         setattr(holder, name, _WINDOW)
     try:
         yield
     finally:
-        for holder, name, tokens in own:
+        for holder, name, tokens in originals:
             setattr(holder, name, tokens)

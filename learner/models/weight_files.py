@@ -97,7 +97,7 @@ class WeightLoader:
     model: Any
     """A model of transformers without data."""
     path: Path
-    """Its folder."""
+    """Folder of the files."""
     files: WeightFiles
     _plain: dict[str, str] = field(default_factory=dict, init=False)
     """Name in the files of each tensor that is the same in memory."""
@@ -174,17 +174,17 @@ class WeightLoader:
     def _convert(self, first: str, conversion: WeightConverter) -> set[int]:
         """Fills the tensors that a conversion makes; of stacked experts only this rank's are read."""
         module, attribute = self._holders[first]
-        own = _own_pieces(getattr(module, attribute)) if _stacks(conversion) else None
-        if own is not None:
-            if len(own) == 0:
+        local_pieces = _own_pieces(getattr(module, attribute)) if _stacks(conversion) else None
+        if local_pieces is not None:
+            if len(local_pieces) == 0:
                 return {id(getattr(module, attribute))}
             for pattern, pieces in conversion.collected_tensors.items():
-                conversion.collected_tensors[pattern] = pieces[own.start : own.stop]
+                conversion.collected_tensors[pattern] = pieces[local_pieces.start : local_pieces.stop]
         made = conversion.convert(first, model=self.model, config=self.model.config)
         filled = set[int]()
-        for name, found in made.items():
-            tensor = found[0] if isinstance(found, list) else found
-            filled.add(self._fill(name, tensor, is_own=own is not None))
+        for name, converted in made.items():
+            tensor = converted[0] if isinstance(converted, list) else converted
+            filled.add(self._fill(name, tensor, is_own=local_pieces is not None))
         return filled
 
     @torch.no_grad()
@@ -198,9 +198,11 @@ class WeightLoader:
         self._require_shape(name, self._shape(saved), local.shape if is_own else held.shape)
         if local.numel() == 0:  # a tensor with fewer rows than ranks
             return id(held)
-        own = saved[...] if is_own or not isinstance(held, DTensor) else DtensorShardOperation(held).shard_tensor(saved)
-        assert own is not None, "only of one of several pieces a rank may have nothing"
-        local.copy_(own)
+        local_part = (
+            saved[...] if is_own or not isinstance(held, DTensor) else DtensorShardOperation(held).shard_tensor(saved)
+        )
+        assert local_part is not None, "only of one of several pieces a rank may have nothing"
+        local.copy_(local_part)
         return id(held)
 
     def _held(self, name: str) -> Tensor:

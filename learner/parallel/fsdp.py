@@ -38,15 +38,15 @@ def shard(
         return
     mesh = _shard_mesh(world)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     exact = MixedPrecisionPolicy(torch.float32, torch.float32)
     for part in in_fp32:
-        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=place)
+        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=offload_policy)
     for layer in layers:
         for experts in split_experts(layer):
-            _shard_experts(experts, precision, place, world)
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=place)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place)
+            _shard_experts(experts, precision, offload_policy, world)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
 
 
 def _shard_mesh(world: World) -> DeviceMesh:
@@ -71,7 +71,7 @@ def _shard_experts(experts: nn.Module, precision: MixedPrecisionPolicy, place: O
     sharded.set_force_sum_reduction_for_comms(world.device.type == "cpu" and world.expert_mesh[EXPERT_SHARD].size() > 1)
 
 
-def equalise(model: nn.Module, world: World) -> None:
+def broadcast_weights(model: nn.Module, world: World) -> None:
     """Gives all ranks rank 0's values of parameters and buffers that have data, on their devices; a collective.
 
     Tied ones stay tied.

@@ -59,8 +59,8 @@ class MeshSizes:
         Raises: ConfigError when they do not multiply to the number of ranks.
         """
         others = parallel.dp_replicate * parallel.cp * parallel.tp
-        given = {name: value for name, value in parallel if name != "dp_shard"}
-        sizes = cls(**given, dp_shard=max(1, ranks // others) if parallel.dp_shard is None else parallel.dp_shard)
+        fixed = {name: value for name, value in parallel if name != "dp_shard"}
+        sizes = cls(**fixed, dp_shard=max(1, ranks // others) if parallel.dp_shard is None else parallel.dp_shard)
         if sizes.dp_shard * others != ranks:
             raise ConfigError(
                 f"learner.parallel: dp_replicate={sizes.dp_replicate} x dp_shard={sizes.dp_shard} x cp={sizes.cp} x "
@@ -135,7 +135,7 @@ class World:
     store: dist.Store
     """Key-value store that all ranks share."""
     sizes: MeshSizes
-    """Of the mesh."""
+    """Sizes of the mesh's axes."""
     expert_mesh: DeviceMesh | None = None
     """The same ranks with the axis `ep`, if it is larger than 1."""
 

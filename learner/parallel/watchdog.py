@@ -32,13 +32,13 @@ def watch_ranks(world: World, *, deadline_s: float) -> Iterator[None]:
         return
     # A connection of its own: another thread may block that of the rank.
     store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    own = _key(world.rank)
-    store.set(own, "0")
+    own_key = _key(world.rank)
+    store.set(own_key, "0")
     hosts = world.gather(socket.gethostname())  # from here on every rank's key exists
     watched = range(1, world.size) if world.is_root else [0]
     stop = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(store, own, watched, hosts, deadline_s, stop), name="watchdog", daemon=True
+        target=_watch, args=(store, own_key, watched, hosts, deadline_s, stop), name="watchdog", daemon=True
     )
     thread.start()
     try:
@@ -47,7 +47,7 @@ def watch_ranks(world: World, *, deadline_s: float) -> Iterator[None]:
         stop.set()
         thread.join(HEARTBEAT_S)
         with suppress(dist.DistError):  # the store's host has left already
-            store.set(own, LEFT.decode())
+            store.set(own_key, LEFT.decode())
 
 
 def _watch(

@@ -1,6 +1,7 @@
 """Start of a learner rank with the configured trainer: models, process group, equal settings, checkpoints."""
 
 from contextlib import ExitStack
+from inspect import isabstract
 from typing import Any
 
 from slipstream.configs import RunConfig, agreement
@@ -8,6 +9,7 @@ from slipstream.configs.load import create_run_folder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
+from slipstream.configs.schema.learner import TRAINERS, TrainerConfig
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
@@ -16,6 +18,20 @@ from slipstream.learner.trainers.setup import RankSetup
 from slipstream.models.folder import initial_model
 
 log = get_log("learner.assemble")
+
+
+def find_trainer(config: TrainerConfig) -> type[Trainer[Any]]:
+    """The configured class of trainers.
+
+    Raises: ConfigError when there is none of that name, it can't be imported, or it is no complete trainer.
+    """
+    trainer = TRAINERS.load(config.name)
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise ConfigError(f"trainer {config.name!r} must be a subclass of slipstream.learner.trainers.base.Trainer")
+    if isabstract(trainer):
+        missing = ", ".join(sorted(trainer.__abstractmethods__))
+        raise ConfigError(f"trainer {config.name!r} lacks {missing}, which every trainer defines")
+    return trainer
 
 
 def assemble(

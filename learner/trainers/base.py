@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from slipstream.learner.checkpoint import (
 from slipstream.learner.export import export_model
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
+from slipstream.learner.trainers.setup import RankSetup
 from slipstream.models.folder import model_problems
 
 log = get_log("learner.loop")
@@ -56,7 +57,9 @@ class TrainedModels(Protocol):
 class Trainer(ABC, Generic[Batch]):
     """One rank of a training."""
 
-    settings: TrainerSettings
+    config: RunConfig
+    initial_model: Path
+    """Folder of the initial weights; the exported model has its tokenizer."""
     world: World
     reporter: Reporter | None
     """Rank 0's; None on other ranks."""
@@ -67,7 +70,7 @@ class Trainer(ABC, Generic[Batch]):
     checkpoint_due: bool = False
     _writing: BackgroundCheckpoint | None = field(default=None, init=False)
     _checkpoint_group: dist.ProcessGroup | None = field(default=None, init=False)
-    """Of the threads that write checkpoints."""
+    """Process group of the threads that write checkpoints."""
 
     @classmethod
     def problems(cls, config: RunConfig) -> Sequence[str]:
@@ -96,10 +99,10 @@ class Trainer(ABC, Generic[Batch]):
 
         Exits: 128 + the signal's number, on a stop signal.
         """
-        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world, type(self.state))
-        if found is not None:
-            self.state, self.saved_step = found, found.step
-        self.start(resumed=found is not None)
+        restored = load_checkpoint(self.config.paths.checkpoints, self.models.trained, self.world, type(self.state))
+        if restored is not None:
+            self.state, self.saved_step = restored, restored.step
+        self.start(resumed=restored is not None)
         try:
             self._train()
         except SystemExit:
@@ -120,13 +123,13 @@ class Trainer(ABC, Generic[Batch]):
 
     @abstractmethod
     def update(self, batch: Batch) -> dict[str, float]:
-        """Trains on a batch; returns the step's figures over all ranks. A collective. Raises: DivergedError."""
+        """Trains on a batch; returns the step's metrics over all ranks. A collective. Raises: DivergedError."""
 
     def start(self, *, resumed: bool) -> None:
         """Called once before the first step. `resumed`: models and `state` are those of a checkpoint."""
 
-    def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
-        """Called when `state` counts the step; returns further figures. Raises: StopRequested."""
+    def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
+        """Called when `state` counts the step; returns further metrics. Raises: StopRequested."""
         return {}
 
     def require_sound_model(self) -> None:
@@ -152,8 +155,8 @@ class Trainer(ABC, Generic[Batch]):
         self.finish_checkpoint()
         self.checkpoint_due = False
         self.state = self.state_to_save()
-        folder, trained = self.settings.paths.checkpoints, self.models.trained
-        keep = self.settings.learner.checkpoint.keep
+        folder, trained = self.config.paths.checkpoints, self.models.trained
+        keep = self.config.learner.checkpoint.keep
         if background:
             group = self._checkpoint_group = self._checkpoint_group or dist.new_group(backend="gloo")
             self._writing = BackgroundCheckpoint(folder, trained, self.state, self.world, keep=keep, group=group)
@@ -192,7 +195,7 @@ class Trainer(ABC, Generic[Batch]):
     def _train(self) -> None:
         try:
             with self.signals.deferred():
-                while self.state.step < self.settings.learner.steps:
+                while self.state.step < self.config.learner.steps:
                     self._step()
         except StopRequested as stop:
             self.save_unsaved_steps()
@@ -209,11 +212,11 @@ class Trainer(ABC, Generic[Batch]):
         if self.reporter is not None:
             self.reporter.step_started()
         batch_ready = time.perf_counter()
-        figures = self.update(batch)
+        metrics = self.update(batch)
         self.state = replace(self.state, step=self.state.step + 1)
         updated = time.perf_counter()
-        further = self.after_update(figures)
-        last, checkpoint = self.state.step == self.settings.learner.steps, self.settings.learner.checkpoint
+        further = self.after_update(metrics)
+        last, checkpoint = self.state.step == self.config.learner.steps, self.config.learner.checkpoint
         self.checkpoint_due |= last or self.state.step % checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.models.updated):
@@ -223,17 +226,17 @@ class Trainer(ABC, Generic[Batch]):
         if self.reporter is not None:
             self.reporter.step_finished(
                 self.state.step,
-                {**figures, **further},
+                {**metrics, **further},
                 wait_s=batch_ready - started,
                 train_s=updated - batch_ready,
                 step_s=time.perf_counter() - started,
             )
 
     def _finish(self) -> None:
-        settings, model = self.settings, self.settings.model
+        config, model = self.config, self.config.model
         export_model(
-            settings.initial_model,
-            settings.paths.export,
+            self.initial_model,
+            config.paths.export,
             self.models.model,
             self.world,
             dtype=getattr(torch, model.dtype_here),
@@ -243,4 +246,4 @@ class Trainer(ABC, Generic[Batch]):
         if self.reporter is not None:
             self.reporter.close()
         if self.world.is_root:
-            log.info("run finished", step=self.state.step, model=str(settings.paths.export))
+            log.info("run finished", step=self.state.step, model=str(config.paths.export))

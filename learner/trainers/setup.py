@@ -10,23 +10,20 @@ from pydantic import ValidationError
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.configs.schema.model import ModelConfig
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.metrics.reporter import Reporter
-from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.metrics.trackers.registry import build_trackers
+from slipstream.learner.metrics.trackers import Tracker, build_trackers
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import (
     SkippedUpdates,
     build_optimizer,
-    descend,
     learning_rate,
+    optimizer_step,
     set_learning_rate,
 )
 from slipstream.learner.parallel.mesh import World
@@ -34,22 +31,6 @@ from slipstream.learner.parallel.mesh import World
 log = get_log("learner.step")
 
 Options = TypeVar("Options", bound=Section)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """Settings of any trainer."""
-
-    learner: LearnerConfig
-    model: ModelConfig
-    paths: RunPaths
-    initial_model: Path
-    """Folder of the initial weights; the exported model has its tokenizer."""
-
-    @classmethod
-    def of(cls, config: RunConfig, initial_model: Path) -> Self:
-        """The settings of a run whose model is in `initial_model`."""
-        return cls(learner=config.learner, model=config.model, paths=config.paths, initial_model=initial_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +49,6 @@ class RankSetup:
     """Start of the run, by this host's monotonic clock, which all its processes share."""
     undo_steps: bool = False
     """The command line has `--undo-steps`."""
-
-    @property
-    def settings(self) -> TrainerSettings:
-        """The trainer's settings."""
-        return TrainerSettings.of(self.config, self.initial_model)
 
     def read_options(self, section: type[Options]) -> Options:
         """`learner.trainer.options` of a plug-in as a section of its own. Raises: ConfigError, with all mistakes."""
@@ -141,7 +117,7 @@ class SingleModel:
         """
         lr = learning_rate(step, steps=self.learner.steps, config=self.learner.optimizer)
         set_learning_rate(self.optimizer, lr)
-        norm = descend(self.model, self.optimizer, self.learner.optimizer)
+        norm = optimizer_step(self.model, self.optimizer, self.learner.optimizer)
         self.skipped.observe("grad_norm", norm)
         if self.skipped.latest:
             log.warning("update skipped: its gradient is not finite", step=step)

@@ -6,17 +6,18 @@ member at fault delays only itself. The next version is broadcast again, by a ne
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.configs.schema.weights import TRANSPORTS
+from slipstream.configs.schema.weights import TRANSPORTS, WeightsConfig
 from slipstream.learner.weights.members import (
     Absent,
     Failing,
@@ -24,12 +25,12 @@ from slipstream.learner.weights.members import (
     Member,
     Roster,
     Rpc,
-    SyncFigures,
+    SyncMetrics,
     choose_transport,
 )
 from slipstream.learner.weights.process_group import ProcessGroup, attribute_fault, record_success
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Fetched, TransferError
+from slipstream.learner.weights.transports import Transports
 
 log = get_log("learner.weights")
 
@@ -106,28 +107,15 @@ class Distribution:
     """The latest version, and the tasks that deliver it to the members."""
 
     def __init__(
-        self,
-        roster: Roster,
-        rpc: Rpc,
-        figures: SyncFigures,
-        *,
-        order: Sequence[str],
-        fetched: Mapping[str, Fetched],
-        group: ProcessGroup | None,
-        rolling: bool,
+        self, config: WeightsConfig, transports: Transports, roster: Roster, rpc: Rpc, metrics: SyncMetrics
     ) -> None:
-        """Args:
-        order: names of the transports, the preferred one first.
-        fetched: those of them that members fetch from.
-        group: the transfer group of the one that broadcasts, if there is one.
-        rolling: members apply a version one after another.
-        """
         self._roster = roster
         self._rpc = rpc
-        self._figures = figures
-        self._order = order
-        self._fetched = fetched
-        self._group = group
+        self._metrics = metrics
+        self._order = transports.order
+        self._fetched = transports.fetched
+        broadcast = transports.broadcast
+        self._group = None if broadcast is None else ProcessGroup(config, broadcast, rpc)
         self._host = host_identity()
         self._latest: Publication | None = None
         self._under_way: list[Publication] = []
@@ -135,12 +123,12 @@ class Distribution:
         self._prepared_ahead: Publication | None = None
         self._busy: set[Member] = set()
         self._changed = asyncio.Event()
-        if group is not None:
-            group.changed = self._changed
+        if self._group is not None:
+            self._group.changed = self._changed
         self._queue = FetchQueue(deadline_s=rpc.deadline_s)
-        self._preparing = {name: asyncio.Lock() for name in fetched}
+        self._preparing = {name: asyncio.Lock() for name in self._fetched}
         self._prepared: dict[str, int] = {}
-        self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
+        self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if config.rolling else nullcontext()
 
     def withdraw(self, transport: str) -> None:
         """Sends nothing through this transport any more."""
@@ -164,16 +152,18 @@ class Distribution:
         self._changed.set()
 
     def _account(self) -> None:
-        """Updates figures and publications; once for all changes of an iteration, as it visits all members."""
-        self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
+        """Updates metrics and publications; once for all changes of an iteration, as it visits all members."""
+        self._metrics.members, self._metrics.evictions = len(self._roster), self._roster.evictions
         if self._group is not None:
-            self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
+            self._metrics.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:
             if not publication.done.done() and publication.settled():
-                self._figures.published_s.append(publication.age_s)
+                self._metrics.published_s.append(publication.age_s)
                 publication.done.set_result(None)
-        self._under_way = [each for each in self._under_way if each.readers or not each.done.done()]
-        older_read = any(each.readers for each in self._under_way if each is not self._latest)
+        self._under_way = [
+            publication for publication in self._under_way if publication.readers or not publication.done.done()
+        ]
+        older_read = any(publication.readers for publication in self._under_way if publication is not self._latest)
         if self._reclaiming is not None and not older_read:
             self._release_older()
             self._reclaiming.set_result(None)
@@ -441,7 +431,7 @@ class Distribution:
             await self._rpc.send(member, w.Apply(transfer=transfer, version=version))
             applied = await self._rpc.expect(member, w.Applied, state="applying", version=version)
         self._roster.applied(member, version)
-        self._figures.stalls_s.append(applied.stall_s)
+        self._metrics.stalls_s.append(applied.stall_s)
         if applied.verified == w.BY_PROBE:
-            self._figures.deviations.append(applied.deviation)
+            self._metrics.deviations.append(applied.deviation)
         self.changed()

@@ -16,10 +16,10 @@ import zmq.asyncio
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import TRANSPORTS
-from slipstream.learner.weights.transports.base import TransferError
 
 log = get_log("learner.weights")
 
@@ -28,7 +28,7 @@ SILENT_S = 15.0
 INBOX = 16
 """More than a transfer has requests; bounds the memory of a flooding server."""
 KEPT = 10_000
-"""Most figures of each kind: a run may last weeks."""
+"""Most metrics of each kind: a run may last weeks."""
 QUIET_S = 2.0
 """Time without a heartbeat after which the connection is tested: a dead process has none."""
 CHECK_S = 1.0
@@ -76,7 +76,7 @@ class Member:
 
     peer: bytes
     join: w.Join
-    """Its last heartbeat."""
+    """The latest heartbeat of the server."""
     heard_at: float
     version: int
     """The version that it last reported to generate with."""
@@ -230,8 +230,8 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
 
 
 @dataclass
-class SyncFigures:
-    """Figures of the latest publications; read by the training loop."""
+class SyncMetrics:
+    """Metrics of the latest publications; read by the training loop."""
 
     published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """From the call of `publish` until each member of that moment had applied the version, or was evicted."""
@@ -367,19 +367,13 @@ class Rpc:
                 raise TimeoutError
 
 
-@dataclass(eq=False)
-class _Waiter:
-    member: Member
-    granted: "asyncio.Future[None]" = field(default_factory=asyncio.Future)
-
-
 class FetchQueue:
     """The members that fetch, and those that wait: the deadline of a fetch starts when it is admitted."""
 
     def __init__(self, *, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._size_bytes = 0
-        self._waiting: list[_Waiter] = []
+        self._waiting: dict[Member, asyncio.Future[None]] = {}
         self._fetching: set[Member] = set()
         self._rate: float | None = None
 
@@ -406,15 +400,13 @@ class FetchQueue:
         """
         if member.queued_at is None:
             member.queued_at = time.monotonic()
-        waiter = _Waiter(member)
-        self._waiting.append(waiter)
-        self._waiting.sort(key=lambda each: each.member.queued_at or 0.0)
+        granted = self._waiting[member] = asyncio.Future()
         self._grant()
-        return waiter.granted
+        return granted
 
     def leave(self, member: Member) -> None:
         """Ends a member's wait or fetch."""
-        self._waiting = [waiter for waiter in self._waiting if waiter.member is not member]
+        self._waiting.pop(member, None)
         self._fetching.discard(member)
         self._grant()
 
@@ -425,15 +417,12 @@ class FetchQueue:
             self._rate = rate if self._rate is None else (self._rate + rate) / 2
 
     def _grant(self) -> None:
-        left: list[_Waiter] = []
-        for waiter in self._waiting:
-            if waiter.granted.done():  # cancelled
-                continue
-            if waiter.member.gone.is_set():
-                waiter.granted.set_exception(Absent(f"{waiter.member.name}: {waiter.member.reason}"))
-            elif len(self._fetching) < self.slots:
-                self._fetching.add(waiter.member)
-                waiter.granted.set_result(None)
-            else:
-                left.append(waiter)
-        self._waiting = left
+        for member in sorted(self._waiting, key=lambda member: member.queued_at or 0.0):
+            granted = self._waiting[member]
+            if member.gone.is_set() and not granted.done():
+                granted.set_exception(Absent(f"{member.name}: {member.reason}"))
+            elif len(self._fetching) < self.slots and not granted.done():
+                self._fetching.add(member)
+                granted.set_result(None)
+            if granted.done():  # perhaps cancelled
+                del self._waiting[member]

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import GRACE_S, Absent, Answer, Member, Rpc
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, TransferError
+from slipstream.learner.weights.transports import Broadcast
 
 log = get_log("learner.weights")
 
@@ -57,7 +58,7 @@ class ProcessGroup:
             admitted(resting, version),
             self._members,
             others_fetch=bool(admitted([member for member in busy if member not in self._members], version)),
-            patience_s=self._rpc.deadline_s,
+            max_wait_s=self._rpc.deadline_s,
         )
 
     def must_wait(self, version: int, *, busy: Collection[Member], holding: Sequence[Member]) -> bool:
@@ -225,7 +226,7 @@ def admitted(members: Sequence[Member], version: int) -> list[Member]:
 
 
 def next_group(
-    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, patience_s: float
+    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, max_wait_s: float
 ) -> list[Member]:
     """Members of the next broadcast: newcomers wait for each other, so that all enter in one re-forming.
 
@@ -233,11 +234,11 @@ def next_group(
         willing: members at rest that the version may be broadcast to.
         formed: members of the process group that exists. If one of them is gone, it is re-formed anyway.
         others_fetch: more newcomers are still fetching an earlier version.
-        patience_s: no newcomer waits longer than this since it joined.
+        max_wait_s: no newcomer waits longer than this since it joined.
     """
     newcomers = [member for member in willing if member not in formed]
     stands = bool(formed) and not any(member.gone.is_set() for member in formed)
-    if stands and others_fetch and all(time.monotonic() - each.joined_at < patience_s for each in newcomers):
+    if stands and others_fetch and all(time.monotonic() - member.joined_at < max_wait_s for member in newcomers):
         return [member for member in willing if member in formed]
     return list(willing)
 

@@ -23,16 +23,15 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
 from slipstream.learner.weights.distribution import Distribution, Publication
-from slipstream.learner.weights.members import Roster, Rpc, SyncFigures
-from slipstream.learner.weights.process_group import ProcessGroup
+from slipstream.learner.weights.members import Roster, Rpc, SyncMetrics
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Transports
+from slipstream.learner.weights.transports import Transports
 
 log = get_log("learner.weights")
 
 MAX_CONTROL_BYTES = 1 << 20
 LOG_EVERY_S = 10.0
-"""Of dropped frames: any peer can send many."""
+"""Interval of warnings about dropped frames: any peer can send many."""
 
 
 class WeightPublisher:
@@ -43,7 +42,7 @@ class WeightPublisher:
         self._config = config
         self._security = security
         self._transports = transports
-        self.figures = SyncFigures()
+        self.metrics = SyncMetrics()
         self._roster = Roster(run, deadline_s=config.deadline_s)
         self._latest: Publication | None = None
         self._reclaimed: Future[None] | None = None
@@ -127,25 +126,13 @@ class WeightPublisher:
         try:
             socket = self._bind(context)
             self._rpc = Rpc(socket, self._roster, deadline_s=self._config.deadline_s)
-            self._distribution = self._build_distribution()
+            self._distribution = Distribution(self._config, self._transports, self._roster, self._rpc, self.metrics)
             self._started.set_result(None)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(socket))
                 tasks.create_task(self._distribution.run())
         finally:
             context.destroy(linger=0)
-
-    def _build_distribution(self) -> Distribution:
-        broadcast = self._transports.broadcast
-        return Distribution(
-            self._roster,
-            self._rpc,
-            self.figures,
-            order=self._transports.order,
-            fetched=self._transports.fetched,
-            group=None if broadcast is None else ProcessGroup(self._config, broadcast, self._rpc),
-            rolling=self._config.rolling,
-        )
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         weights, keys = self._config, service_keys(self._security, LEARNER)

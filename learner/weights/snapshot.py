@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.layout import Checksums, layout, tensor_slices
+from slipstream.buffer.wire.weights.layout import Checksums, Segment, SegmentError, layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
-from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.lora import AdapterStateDict, adapter_config, has_adapters

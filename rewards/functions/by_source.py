@@ -73,9 +73,9 @@ class BySource:
         return max([self._deadline_s, *(reward.worst_case_s or 0.0 for reward in given)])
 
     async def __call__(self, episodes: Sequence[Episode]) -> Sequence[Result]:
-        """See the class; the episodes are of one task."""
-        label, found = self.reward_of(episodes[0].info)
-        reward = replace(found, deadline_s=self._deadline_s)
+        """The results of the reward for the source of the episodes' task."""
+        label, reward = self.reward_of(episodes[0].info)
+        reward = replace(reward, deadline_s=self._deadline_s)
         calls = [[episodes[index] for index in call.indices] for call in reward.calls(len(episodes))]
         run = partial(_run_async if reward.is_async else self._run_in_thread, reward)
         results = [result for results in await run_all([run(chosen) for chosen in calls]) for result in results]

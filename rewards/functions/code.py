@@ -17,7 +17,9 @@ from typing import Any, Final
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from slipstream.configs.runtime.sandbox import (
+from slipstream.rewards.base import Episode, RewardUnavailable, Score
+from slipstream.rewards.endpoint import Endpoint
+from slipstream.sandbox import (
     Check,
     Outcome,
     SandboxLimits,
@@ -26,9 +28,7 @@ from slipstream.configs.runtime.sandbox import (
     run_checks,
     run_python,
 )
-from slipstream.configs.runtime.sandbox.portable import JUDGE, judge_input
-from slipstream.rewards.base import Episode, RewardUnavailable, Score
-from slipstream.rewards.endpoint import Endpoint
+from slipstream.sandbox.portable import JUDGE, judge_input
 
 _OUTCOMES: Final[tuple[Outcome, ...]] = ("passed", "timeout", "refused", "forged")
 """Those that have a part of the score."""
@@ -96,7 +96,7 @@ class Code:
             self.worst_case_s = 2 * self._endpoint.worst_case_s  # a test and its canary
 
     async def __call__(self, episode: Episode) -> Score:
-        """See the class."""
+        """1 if the program passes all tests, else 0 or the share of the passed ones; parts as in the class."""
         tests = read_tests(episode.info.get(self.tests, episode.reference))
         program = find_program(episode.answer)
         if program is None:

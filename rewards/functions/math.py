@@ -28,16 +28,19 @@ from pydantic.dataclasses import dataclass
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.processes import die_with
 from slipstream.rewards.answers import (
+    Number,
     behind_hashes,
     boxed,
     final_answer,
     in_words,
     last_statement,
+    plain_number,
+    read_number,
     tagged,
+    unwrapped,
     without_end_tokens,
 )
 from slipstream.rewards.base import RewardUnavailable, Score
-from slipstream.rewards.functions.numbers import Number, plain_number, read_number, unwrapped
 
 Extract = Literal["auto", "boxed", "hashes", "latex", "number", "plain"]
 Form = Literal["marked", "latex", "any"]
@@ -92,7 +95,7 @@ class Math:
         self.worst_case_s = wall_limit_s(self.timeout_s) + _KILL_S
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> Score:
-        """See the class."""
+        """1 if the answer equals the reference, else 0; the form in which it was found is a part."""
         wanted = final_answer(reference)
         if not wanted:
             raise ValueError("math needs a reference that is not empty")

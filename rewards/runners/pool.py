@@ -16,18 +16,21 @@ from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Result
 from slipstream.rewards.compose import OUT_OF_TIME, Call, Reward, run_all
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import chosen, close_rewards, load_in_worker, start_worker
-from slipstream.rewards.runners.messages import (
+from slipstream.rewards.runners.base import (
     LENGTH_BYTES,
     START_S,
     UnreadableInfo,
     WorkerEnded,
+    chosen,
+    close_rewards,
     decode_reply,
     decode_request,
     encode_error,
     encode_reply,
     encode_request,
     framed,
+    load_in_worker,
+    start_worker,
 )
 from slipstream.rewards.runners.shared import GROUPS, SharedWorker
 
@@ -169,7 +172,7 @@ class PoolRunner:
     async def score(
         self, calls: Sequence[Call], episodes: Sequence[Episode], *, until: float | None = None
     ) -> list[list[Result]]:
-        """As the protocol has it."""
+        """The results of these calls in worker processes; what has none at `until` fails."""
         plain = [call for call in calls if not self.rewards[call.name].is_async]
         others = [call for call in calls if self.rewards[call.name].is_async]
         found: dict[Call, list[Result]] = {}

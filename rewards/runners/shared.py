@@ -13,17 +13,19 @@ from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Failure, Result
 from slipstream.rewards.compose import Call, Reward
-from slipstream.rewards.runners.base import chosen, load_in_worker, start_worker
-from slipstream.rewards.runners.messages import (
+from slipstream.rewards.runners.base import (
     LENGTH_BYTES,
     UnreadableInfo,
     WorkerEnded,
+    chosen,
     decode_reply,
     decode_request,
     encode_error,
     encode_reply,
     encode_request,
     framed,
+    load_in_worker,
+    start_worker,
 )
 
 GROUPS: Final = 64

@@ -1,9 +1,11 @@
 """The interface of an inference engine: token ids in; token ids, log-probs and version spans out."""
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -11,14 +13,13 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
+from slipstream.buffer.wire.weights.fabric import LEARNER, TransferError
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.model import LoraConfig
-from slipstream.configs.schema.rollout import EngineConfig
-from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.models.architecture import placeholder_tokens
-from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging, join_rendezvous
 
 
 @dataclass(frozen=True)
@@ -38,48 +39,25 @@ class EngineSettings:
     """Settings of an engine.
 
     Attributes:
+        config: of the run; its seed is that of the engine's sampling.
         model: the folder of the model, whose weights are version 0.
-        dtype: of parameters and computation.
-        lora: the adapters that versions consist of; None where they consist of all weights.
-        seed: of sampling.
-        run: the run's name.
-        logs: folder for the output of an engine's server.
-        return_experts: return the experts that were chosen for each token.
+        eos_token_ids: tokens that end an answer.
     """
 
+    config: RunConfig
     model: Path
-    dtype: str
-    lora: LoraConfig | None
-    seed: int
-    run: str
-    logs: Path
-    engine: EngineConfig
-    weights: WeightsConfig
-    generation: Generation
-    return_experts: bool = False
+    eos_token_ids: tuple[int, ...]
 
-    @classmethod
-    def from_config(cls, config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Self:
-        """The settings of the engines of a run."""
-        sampling = config.rollout.sampling
-        generation = Generation(
+    @cached_property
+    def generation(self) -> Generation:
+        """Sampling of every answer."""
+        sampling = self.config.rollout.sampling
+        return Generation(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=() if sampling.ignore_eos else eos_token_ids,
-            banned=placeholder_tokens(model),
-        )
-        return cls(
-            model=model,
-            dtype=config.model.dtype_here,
-            lora=config.model.lora,
-            seed=config.run.seed,
-            run=config.run.name,
-            logs=config.paths.logs,
-            engine=config.rollout.engine,
-            weights=config.weights,
-            generation=generation,
-            return_experts=config.learner.router_replay,
+            stop_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
+            banned=placeholder_tokens(self.model),
         )
 
 
@@ -321,7 +299,7 @@ class DirectTransfer(Protocol):
     """Transfers of broadcast versions into an engine's own workers."""
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers (`Engine.join`). Raises: UpdateFailed, EngineError."""
         ...
 
     async def install(self, manifest: Manifest, source: DirectSource) -> float:
@@ -415,3 +393,24 @@ def check_positions(context: int, text: PreTrainedConfig, folder: Path) -> None:
         raise ConfigError(
             f"rollout.engine.max_model_len={context} is more than the {positions} positions of {folder}; lower it"
         )
+
+
+async def await_rendezvous(form: Form, *, ranks: int) -> str:
+    """Joins for an engine's workers, whose own wait nothing could end. Returns the id with which they connect.
+
+    Raises: UpdateFailed.
+    """
+    left = threading.Event()
+
+    def join() -> str:
+        return join_rendezvous(form, ranks=ranks, left=left).get(LEARNER).decode()
+
+    try:
+        async with asyncio.timeout(form.deadline_s):
+            return str(await run_in_thread(join))
+    except (TransferError, RuntimeError) as error:  # the learner, which has the store, may crash
+        raise UpdateFailed(str(error)) from None
+    except TimeoutError:
+        raise UpdateFailed(f"other members of transfer group {form.epoch} are missing") from None
+    finally:
+        left.set()

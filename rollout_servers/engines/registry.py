@@ -1,28 +1,32 @@
 """Starts the engine that the configuration names."""
 
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.models.architecture import takes_images
 from slipstream.rollout_servers.engines.base import Engine, EngineSettings
 from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, has_gpu, prepare_environment
 
 log = get_log("rollout.engine")
 
-_ENGINES = "slipstream.rollout_servers.engines."
-CLASSES = {
-    "vllm/inline": ("vllm.inline", "InlineEngine"),
-    "vllm/process": ("vllm.process", "ProcessEngine"),
-    "hf": ("hf.engine", "HfEngine"),
-    "sglang": ("sglang.engine", "SglangEngine"),
-}
-"""Module and class of each engine; each class has `async start(settings)`."""
+ENGINES: Final = Registry(
+    "engine",
+    {
+        "vllm/inline": "slipstream.rollout_servers.engines.vllm.inline:InlineEngine",
+        "vllm/process": "slipstream.rollout_servers.engines.vllm.process:ProcessEngine",
+        "hf": "slipstream.rollout_servers.engines.hf.engine:HfEngine",
+        "sglang": "slipstream.rollout_servers.engines.sglang.engine:SglangEngine",
+    },
+)
+"""Classes with `async start(settings)`, by `rollout.engine.name` or, for vLLM, `name/core`."""
 
 
 async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Engine:
@@ -31,42 +35,42 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     Raises: ConfigError when parts of the configuration don't fit together, EngineError when the engine does not start
     in `rollout.engine.start_deadline_s`.
     """
-    if problems := engine_problems(config, model):
+    if problems := engine_problems(config.rollout.engine, config.weights, model):
         raise ConfigError(problems)
-    settings = EngineSettings.from_config(config, model, eos_token_ids=eos_token_ids)
-    name: str = settings.engine.name
+    settings = EngineSettings(config, model, eos_token_ids)
+    name: str = config.rollout.engine.name
     if name == "vllm":
         name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
-        prepare_environment(gpu=has_gpu(), return_experts=settings.return_experts)
-    if name == "hf" and settings.return_experts:
+        prepare_environment(gpu=has_gpu(), return_experts=config.learner.router_replay)
+    if name == "hf" and config.learner.router_replay:
         log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
-    module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
     with heavy_imports():
-        kind: Any = getattr(import_module(_ENGINES + module), engine)
+        kind: Any = ENGINES.load(name)
     started: Engine = await kind.start(settings)
     return started
 
 
 def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
     """`rollout.engine.core`, resolved for this host."""
-    if settings.engine.core != "auto":
-        return settings.engine.core
-    options = settings.engine.options
+    engine = settings.config.rollout.engine
+    if engine.core != "auto":
+        return engine.core
+    options = engine.options
     several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
-    return "process" if gpu or several or settings.weights.direct else "inline"
+    return "process" if gpu or several or settings.config.weights.direct else "inline"
 
 
-def engine_problems(config: RunConfig, model: Path) -> list[str]:
+def engine_problems(engine: EngineConfig, weights: WeightsConfig, model: Path) -> list[str]:
     """Reasons why the engine can't serve the model, found without starting it."""
-    engine, problems = config.rollout.engine, list[str]()
+    problems = list[str]()
     if engine.name != "vllm" and takes_images(model):
         problems.append(f"rollout.engine.name={engine.name} passes no images to {model}; set rollout.engine.name=vllm")
-    if config.weights.direct and engine.direct is None:
+    if weights.direct and engine.direct is None:
         chosen = f"vllm/{engine.core}" if engine.name == "vllm" else engine.name
-        engines = " and ".join(str(transport.engine) for transport in config.weights.possible)
+        engines = " and ".join(str(transport.engine) for transport in weights.possible)
         problems.append(
-            f"weights.transport={config.weights.transport} goes into {engines} only, not into {chosen}; "
+            f"weights.transport={weights.transport} goes into {engines} only, not into {chosen}; "
             "set rollout.engine.name and rollout.engine.core, or weights.transport=auto"
         )
     if engine.name == "vllm" and find_spec("vllm") is None:

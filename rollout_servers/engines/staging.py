@@ -1,24 +1,22 @@
-"""Host memory for the bytes of the version that a rollout server received last."""
+"""The rollout server's side of a transfer: its rendezvous with the learner, and host memory for the bytes."""
 
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import Checksums, layout, tensor_slices
-from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.buffer.wire.weights.shm import Segment
-from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.buffer.wire.weights.fabric import TransferError, join_ranks, store_prefix
+from slipstream.buffer.wire.weights.layout import Checksums, Segment, layout, tensor_slices
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.models.tensors import typed_view
 
 
-class TransferFailed(SlipstreamError):
-    """A version was not received completely; the engine is unchanged."""
-
-
-class SourceGone(TransferFailed):
+class SourceGone(TransferError):
     """The source no longer exists or has other bytes: a newer version may have replaced it."""
 
 
@@ -109,3 +107,23 @@ class Staging:
         """Views of the tensors, with their names."""
         for info, part in tensor_slices(self._data, manifest.tensors):
             yield info.name, typed_view(part, info.dtype, info.shape)
+
+
+def join_rendezvous(form: Form, *, ranks: int, left: threading.Event) -> PrefixStore:
+    """Announces `ranks` ranks of this server and waits for all others. Returns the epoch's part of the store.
+
+    Raises: TransferError when others are missing at the deadline, the learner gives up, or `left` is set.
+    """
+    timeout = timedelta(seconds=form.deadline_s)
+    try:
+        tcp = TCPStore(form.host, form.port, None, False, timeout, wait_for_workers=False)
+        store = PrefixStore(store_prefix(form.epoch), tcp)
+        join_ranks(store, range(form.rank, form.rank + ranks), deadline_s=form.deadline_s, left=left)
+    except (TransferError, RuntimeError) as error:
+        raise TransferError(f"{describe(form)} could not be entered: {error}") from None
+    return store
+
+
+def describe(form: Form) -> str:
+    """A transfer group's name in messages."""
+    return f"transfer group {form.epoch} of the learner at {form.host}:{form.port}"

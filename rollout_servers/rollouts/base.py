@@ -15,9 +15,9 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.models.images import ImageError
 from slipstream.rewards import base as rewards
+from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
-from slipstream.rollout_servers.images import ImagePlaceholders
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 
 ENGINE_GRACE_S = 10.0
 """Time for an engine to cut unfinished answers short after their deadline."""
@@ -56,10 +56,10 @@ class EpisodeFailed(SlipstreamError):
 
 def first_error(kind: type[Exception], errors: BaseExceptionGroup[BaseException]) -> BaseException | None:
     """The first error of a kind among those of a TaskGroup, or None."""
-    found: BaseException | None = errors.subgroup(kind)
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+    error: BaseException | None = errors.subgroup(kind)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass
@@ -282,7 +282,7 @@ class Rollout(Protocol):
 
 
 @dataclass(frozen=True)
-class Policy:
+class AnswerGenerator:
     """The engine with its tokenizer, for one request of an episode at a time."""
 
     engine: Engine
@@ -302,18 +302,18 @@ class Policy:
         if images and self.placeholders is None:
             raise EpisodeFailed("prompt_untokenizable", f"the model in {self.tokenizer.model} takes no images")
         try:
-            found = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
+            rendered = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
         except PromptError as error:
             raise EpisodeFailed("prompt_untokenizable", str(error)) from error
         except ImageError as error:
             raise EpisodeFailed(error.reason, error.detail) from error
-        limit, tokens = self.config.engine.max_model_len - self.config.sampling.max_tokens, len(found.token_ids)
+        limit, tokens = self.config.engine.max_model_len - self.config.sampling.max_tokens, len(rendered.token_ids)
         if not 0 < tokens <= limit:
             raise EpisodeFailed(
                 "prompt_too_long" if tokens else "prompt_empty",
                 f"{tokens} prompt tokens; rollout.engine.max_model_len - rollout.sampling.max_tokens leaves {limit}",
             )
-        return found
+        return rendered
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
         """The prompt of tokens with one placeholder for each image. Raises: PromptError, ImageError."""
@@ -344,3 +344,40 @@ class Policy:
             raise EpisodeFailed("generation_timeout", detail) from None
         except RequestRefused as error:
             raise EpisodeFailed("request_refused", str(error)) from error
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """All answers to a prompt are one request: engines share the prompt's KV cache."""
+
+    policy: AnswerGenerator
+
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
+        """Plays `samples` episodes of the task (`Rollout.play`). Raises: EpisodeFailed, EngineError."""
+        prompt = self.policy.prompt(task.prompt, task.images)
+        answers = await self.policy.generate(
+            prompt.token_ids, images=prompt.images, samples=samples, greedy=greedy, until=until
+        )
+        finished = [answer for answer in answers if answer.finish_reason != "abort" and answer.token_ids]
+        texts = self.policy.tokenizer.decode([answer.token_ids for answer in finished])
+        return Played(
+            [answered(task, prompt, answer, text) for answer, text in zip(finished, texts, strict=True)],
+            lost_tokens=sum(len(answer.token_ids) for answer in answers if answer.finish_reason == "abort"),
+        )
+
+
+def answered(task: Task, prompt: Prompt, answer: Completion, text: str) -> PlayedEpisode:
+    """The episode of a prompt and one answer, whose text is `text`."""
+    transcript = Transcript.begin(prompt)
+    transcript.add_action(answer)
+    turn = EpisodeTurn(text=text, tokens=len(answer.token_ids), end=len(transcript.token_ids))
+    view = Episode(
+        prompt=task.prompt,
+        reference=task.reference,
+        info=task.info,
+        turns=(turn,),
+        prompt_tokens=len(prompt.token_ids),
+        finish_reason=answer.finish_reason,
+        ended="stop" if answer.finish_reason == "stop" else "length",
+    )
+    return PlayedEpisode([transcript], view)

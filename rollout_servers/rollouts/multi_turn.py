@@ -20,7 +20,7 @@ from slipstream.models.images import ImageError
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy
+from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Played, PlayedEpisode
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
 
 log = get_log("rollout.sessions")
@@ -225,14 +225,14 @@ class _Budgets:
 class MultiTurn:
     """Plays each episode of a group in a session of its own."""
 
-    def __init__(self, env: SessionEnv, policy: Policy) -> None:
+    def __init__(self, env: SessionEnv, policy: AnswerGenerator) -> None:
         self._policy = policy
         self._config = policy.config
         self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
         self._sessions = Sessions(env, group_deadline_s=policy.config.group_deadline_s)
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
-        """As the protocol `Rollout` has it. Raises: EngineError."""
+        """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
         finished, failures, lost_tokens = list[PlayedEpisode](), list[EpisodeFailed](), 0
 
         async def play_one() -> None:

@@ -18,14 +18,15 @@ from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import SegmentError, host_identity
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import SegmentError, host_identity
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.rollout_servers.engines.base import DirectSource, Engine, UpdateFailed
-from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
@@ -126,7 +127,7 @@ class WeightFollower:
         stage = type(message).__name__.lower()
         try:
             await self._answer(message)
-        except (UpdateFailed, TransferFailed, SegmentError, WrongWeights) as error:
+        except (UpdateFailed, TransferError, SegmentError, WrongWeights) as error:
             self._announced = None
             await self._inbound.break_off(str(error))
             log.warning("weight update failed", stage=stage, reason=str(error))
@@ -157,7 +158,7 @@ class WeightFollower:
     def _announcement(self, message: w.Sending | w.Apply) -> w.Announce:
         announced = self._announced
         if announced is None or (announced.transfer, announced.manifest.version) != (message.transfer, message.version):
-            raise TransferFailed(f"version {message.version} was not announced in transfer {message.transfer}")
+            raise TransferError(f"version {message.version} was not announced in transfer {message.transfer}")
         return announced
 
     async def _receive(self, announce: w.Announce) -> None:
@@ -263,7 +264,7 @@ class Inbound:
         return [*([] if direct is None or not self._engine.ready else [direct.name]), *self._receivers]
 
     async def enter(self, form: w.Form) -> None:
-        """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
+        """Enters a transfer group. Raises: TransferError, UpdateFailed, EngineError."""
         self._epoch = None
         if self.stops_generation(form.transport):
             await self._engine.join(form)
@@ -272,13 +273,13 @@ class Inbound:
         self._epoch, self._entered = form.epoch, self._engine.incarnation
 
     def check(self, announce: w.Announce) -> None:
-        """Raises: TransferFailed when a version can't come this way."""
+        """Raises: TransferError when a version can't come this way."""
         if announce.transport not in self.transports:
-            raise TransferFailed(f"transport {announce.transport} is not among {', '.join(self.transports)}")
+            raise TransferError(f"transport {announce.transport} is not among {', '.join(self.transports)}")
         if announce.epoch is not None and announce.epoch != self._epoch:
-            raise TransferFailed(f"in transfer group {self._epoch}, not in {announce.epoch}")
+            raise TransferError(f"in transfer group {self._epoch}, not in {announce.epoch}")
         if announce.transport not in self._receivers and self._engine.incarnation != self._entered:
-            raise TransferFailed(f"the engine that entered transfer group {self._epoch} died")
+            raise TransferError(f"the engine that entered transfer group {self._epoch} died")
 
     def stops_generation(self, transport: str) -> bool:
         """True if generation stands still from the first byte of a version on, not only while it is applied."""
@@ -291,7 +292,7 @@ class Inbound:
         return self._half is not None
 
     async def receive(self, announce: w.Announce) -> None:
-        """Returns when all bytes are there. Raises: TransferFailed, UpdateFailed, SegmentError, EngineError."""
+        """Returns when all bytes are there. Raises: TransferError, UpdateFailed, SegmentError, EngineError."""
         if self.stops_generation(announce.transport):
             manifest, source = announce.manifest, DirectSource(announce.transport)
             task = asyncio.create_task(self._engine.install(manifest.version, manifest, source))
@@ -314,7 +315,7 @@ class Inbound:
         if not self.stops_generation(announce.transport):
             return await self._engine.install(manifest.version, manifest, self.staging)
         if half is None:
-            raise TransferFailed(f"version {manifest.version} was not received")
+            raise TransferError(f"version {manifest.version} was not received")
         half.source.approved.set()
         try:
             return await half.task
@@ -348,7 +349,7 @@ class Inbound:
         """Runs a receiver's call in a thread; one that is left behind keeps its memory to itself."""
         receiver = self._receivers.get(transport)
         if receiver is None:
-            raise TransferFailed(f"transport {transport} is not among {', '.join(self.transports)}")
+            raise TransferError(f"transport {transport} is not among {', '.join(self.transports)}")
         calling = run_in_thread(call, receiver)
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
@@ -366,7 +367,7 @@ class Inbound:
             run_in_thread(receiver.close)  # it may wait for the end of a group
             self._receivers[transport] = build_receiver(transport, self._security)
             if isinstance(ended, TimeoutError):
-                raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None
+                raise TransferError(f"{transport} did not return within {deadline_s:g} s") from None
             raise
 
     def _new_staging(self) -> Staging:

@@ -21,12 +21,11 @@ from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.weights.delta import DeltaError
-from slipstream.buffer.wire.weights.fabric import GlooFabric
+from slipstream.buffer.wire.weights.fabric import GlooFabric, TransferError
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
-from slipstream.rollout_servers.engines.rendezvous import describe, join_rendezvous
-from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging, describe, join_rendezvous
 
 
 class Receiver(Protocol):
@@ -35,11 +34,11 @@ class Receiver(Protocol):
     def __init__(self, security: SecurityConfig) -> None: ...
 
     def enter(self, form: Form) -> None:
-        """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
-        raise TransferFailed(f"transport {form.transport} has no transfer groups")
+        """Enters a transfer group, where the transport broadcasts. Raises: TransferError, also where it does not."""
+        raise TransferError(f"transport {form.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
-        """Receives the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""
+        """Receives the version into `staging` and finishes it. Raises: TransferError, SegmentError."""
         ...
 
     def close(self) -> None:
@@ -65,13 +64,13 @@ class GlooReceiver(Receiver):
         try:
             self._fabric.enter(connect)
         except RuntimeError as error:
-            raise TransferFailed(f"{describe(form)} could not be entered: {error}") from None
+            raise TransferError(f"{describe(form)} could not be entered: {error}") from None
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Receives a version bucket by bucket."""
         form, manifest = self._form, announce.manifest
         if form is None or not self._fabric.entered or announce.epoch != form.epoch:
-            raise TransferFailed(
+            raise TransferError(
                 f"version {manifest.version} is sent through transfer group {announce.epoch}, which was not entered"
             )
         data, end = staging.begin(manifest), 0
@@ -80,7 +79,7 @@ class GlooReceiver(Receiver):
                 staging.arrived(end)
         except RuntimeError as error:
             staging.abandon()  # gloo may still write there
-            raise TransferFailed(
+            raise TransferError(
                 f"version {manifest.version} did not come through {describe(form)}: after {end} of "
                 f"{data.numel()} bytes: {error}"
             ) from None
@@ -110,13 +109,13 @@ class ShmReceiver(Receiver):
         path = Path(announce.source.place) / part.name
         data = staging.begin(announce.manifest).numpy()
         if part.size_bytes != len(data):
-            raise TransferFailed(
+            raise TransferError(
                 f"version {part.version} in {path} has {part.size_bytes} bytes, its tensors {len(data)}"
             )
         try:
             segment = self._map(path, part)
         except (OSError, ValueError) as error:
-            raise TransferFailed(
+            raise TransferError(
                 f"version {part.version} could not be read from the learner's shared memory {path}: {error}"
             ) from None
         staging.copy(segment.data)
@@ -159,7 +158,7 @@ class FileReceiver(Receiver):
             except FileNotFoundError:
                 raise SourceGone(f"version {manifest.version}: there is no {path} (any more)") from None
             except (OSError, TensorFileError, DeltaError) as error:
-                raise TransferFailed(f"version {manifest.version} could not be read from {path}: {error}") from None
+                raise TransferError(f"version {manifest.version} could not be read from {path}: {error}") from None
             held = part.version
         staging.finish(manifest)
 
@@ -222,7 +221,7 @@ class StreamReceiver(Receiver):
                         staging.change(difference, manifest, held=held)
                     held = part.version
         except DeltaError as error:
-            raise TransferFailed(f"version {manifest.version} from {_name(source)}: {error}") from None
+            raise TransferError(f"version {manifest.version} from {_name(source)}: {error}") from None
 
     def close(self) -> None:
         """Ends a transfer in another thread, which fails."""
@@ -248,10 +247,10 @@ class _Pulling:
         self._came: set[tuple[str, int]] = set()
 
     def part(self, part: Part, into: memoryview, arrived: Callable[[int], None] = lambda _: None) -> None:
-        """Fills `into` with a part; calls `arrived` with the size of its complete prefix. Raises: TransferFailed."""
+        """Fills `into` with a part; calls `arrived` with the size of its complete prefix. Raises: TransferError."""
         named = f"part {part.name} of {self._source}"
         if part.size_bytes != len(into):
-            raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
+            raise TransferError(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
         pieces = {start: into[start : start + self._piece_bytes] for start in range(0, len(into), self._piece_bytes)}
         to_ask = deque(pieces)
         while pieces:
@@ -269,7 +268,7 @@ class _Pulling:
                 continue  # it was pulled twice
             awaited = pieces.pop(message.offset, None)
             if message.part != part.name or awaited is None or len(content) != len(awaited):
-                raise TransferFailed(f"{named}: {len(content)} unrequested bytes at {message.offset}")
+                raise TransferError(f"{named}: {len(content)} unrequested bytes at {message.offset}")
             awaited[:] = content
             self._came.add((message.part, message.offset))
             arrived(next(iter(pieces), len(into)))
@@ -278,7 +277,7 @@ class _Pulling:
         try:
             self._socket.send(encode(pull), zmq.NOBLOCK)
         except zmq.Again:  # ZeroMQ stops connecting after the service has refused the key
-            raise TransferFailed(f"{named} is refused: are security.keys the same on both sides?") from None
+            raise TransferError(f"{named} is refused: are security.keys the same on both sides?") from None
 
     def _answer(self, named: str) -> tuple[Piece | Gone, memoryview] | None:
         """The next reply; None after a while without one."""
@@ -287,9 +286,9 @@ class _Pulling:
             arrived = self._socket.poll(CHECK_MS)
             now = time.monotonic()
             if self._closed.is_set():
-                raise TransferFailed(f"{named}: the transfer was cancelled")
+                raise TransferError(f"{named}: the transfer was cancelled")
             if now >= self._deadline:  # also if pieces trickle in
-                raise TransferFailed(
+                raise TransferError(
                     f"{named} did not arrive in time: can the port be reached, and are security.keys the same?"
                 )
             if arrived:
@@ -301,7 +300,7 @@ class _Pulling:
         try:
             return decode(head.buffer, FromStream), rest[0].buffer if rest else memoryview(b"")
         except FrameError as error:
-            raise TransferFailed(f"{named}: {error}") from None
+            raise TransferError(f"{named}: {error}") from None
 
 
 def build_receivers(security: SecurityConfig) -> dict[str, Receiver]:

@@ -27,7 +27,7 @@ from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.models.folder import initial_model
-from slipstream.rewards.functions.match import digit_match
+from slipstream.rewards.functions.text import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.benchmarks.conftest import Measure
 from tests.learner.recorded import vivid
@@ -142,9 +142,9 @@ def sampler(config: RunConfig, train_step: TrainStep) -> Sampler:
 
 @torch.no_grad()
 def test_log_mu_equals_the_learners_scores(config: RunConfig, train_step: TrainStep, sampler: Sampler) -> None:
-    dealt = [[(group, 1.0) for group in sampler.groups(0)]]
+    assigned = [[(group, 1.0) for group in sampler.groups(0)]]
     data = build_step(
-        dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
+        assigned, token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
     )
     ((batch,),) = data.updates
     scores = score_actions(train_step.model, batch, temperature=0.7)

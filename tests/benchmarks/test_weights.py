@@ -13,7 +13,7 @@ from benchmarks import weights
 from benchmarks.__main__ import command
 from benchmarks.weights import gpu_cases
 from benchmarks.weights_learner import Learner, build_policy, perturb, shape_of, weights_config
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from tests.benchmarks.conftest import Measure, with_goals

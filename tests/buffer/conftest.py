@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
-from tests.buffer.ledger import RULES
+from tests.buffer.ledger import ledger
 from tests.buffer.peers import Peer, connected, serving
 
 MakeConfig = Callable[..., RunConfig]
@@ -24,7 +24,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 def store(redis: Redis, run_name: str) -> Ledger:
-    return Ledger(redis, run_name, RULES)
+    return ledger(redis, run_name)
 
 
 @pytest.fixture

@@ -1,20 +1,20 @@
 """Operations of the ledger with default settings for tests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from slipstream.buffer.handlers.ingest import IngestSettings, admit
+from redis.asyncio import Redis
+
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.policies.curriculum import Place
-from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask, LedgerRules, TicketRequest
+from slipstream.buffer.store.redis import run_prefix
+from slipstream.buffer.store.types import SPILL_BYTES, DeliveredGroup, Facts, IssuedTask, TicketRequest
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.buffer import RetentionConfig
+from slipstream.configs.schema.buffer import LimiterConfig, RetentionConfig
 
 LATER_S = 1000.0
 AT_ONCE_S = 0.0
@@ -22,14 +22,44 @@ AT_ONCE_S = 0.0
 
 TRAIN_TASKS = 5
 
-RULES = LedgerRules(
-    max_staleness=1, groups_per_version=4, ticket_deadline_s=LATER_S, lease_deadline_s=LATER_S, eval_tasks=10**6
-)
+UNBOUNDED = LimiterConfig()
 
 
-def ruled(ledger: Ledger, **rules: Any) -> Ledger:
-    """The same ledger under other rules."""
-    return Ledger(ledger._redis, ledger.run, replace(ledger.rules, **rules))
+def ledger(redis: Redis, run: str, *, spill_bytes: int = SPILL_BYTES, **settings: Any) -> Ledger:
+    """The ledger of a run with these settings, named as by `ruled`."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": run},
+            "model": {"build": "digits"},
+            "learner": {"groups_per_step": 1},
+            "eval": {"tasks": 10**6},
+            "weights": {"publish_every_steps": 4},
+            "buffer": {"max_staleness": 1, "ticket_deadline_s": LATER_S, "lease_deadline_s": LATER_S},
+        }
+    )
+    return ruled(Ledger(redis, config, spill_bytes=spill_bytes), **settings)
+
+
+def ruled(ledger: Ledger, *, spill_bytes: int | None = None, **settings: Any) -> Ledger:
+    """The same ledger with other settings: `seed`, `groups_per_step`, `groups_per_version`, or keys of `buffer`, of its
+    limiter or its sampler.
+    """
+    config, buffer = ledger.config, ledger.config.buffer
+    run = config.run.model_copy(update={"seed": settings.pop("seed", config.run.seed)})
+    step = settings.pop("groups_per_step", config.learner.groups_per_step)
+    every = settings.pop("groups_per_version", step * config.weights.publish_every_steps) // step
+    limiter = settings.pop("limiter", buffer.limiter)
+    limiter = limiter.model_copy(update={"max_uses": settings.pop("max_uses", buffer.limiter.max_uses)})
+    exponent = settings.pop("importance_exponent", buffer.sampler.importance_exponent)
+    sampler = buffer.sampler.model_copy(update={"importance_exponent": exponent})
+    sections = {
+        "run": run,
+        "learner": config.learner.model_copy(update={"groups_per_step": step}),
+        "weights": config.weights.model_copy(update={"publish_every_steps": every}),
+        "buffer": buffer.model_copy(update={"limiter": limiter, "sampler": sampler, **settings}),
+    }
+    config = config.model_copy(update=sections)
+    return Ledger(ledger._redis, config, spill_bytes=ledger.spill_bytes if spill_bytes is None else spill_bytes)
 
 
 async def issue(
@@ -44,8 +74,8 @@ async def issue(
 ) -> list[IssuedTask]:
     """Grants a server tickets, by default under these `rules` whatever the ledger's are."""
     await store.join(server, "first")
-    rules = {"max_staleness": 1, "groups_per_version": 4, "bounds": UNBOUNDED, "ticket_deadline_s": deadline_s} | rules
-    store = ruled(store, **rules)
+    defaults = {"max_staleness": 1, "groups_per_version": 4, "limiter": UNBOUNDED, "ticket_deadline_s": deadline_s}
+    store = ruled(store, **{**defaults, **rules})
     request = TicketRequest(server, server_version, credits, tickets=credits)
     return (await store.issue([request], train_tasks=TRAIN_TASKS, skip=skip))[0]
 
@@ -72,7 +102,7 @@ def group(
 
 def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     """A real group, as the service would store it."""
-    stored = admit(group, encode(group), IngestSettings.from_config(config))
+    stored = Inspector(config).admit(group, encode(group))
     assert isinstance(stored, DeliveredGroup)
     return stored
 
@@ -99,10 +129,15 @@ async def lease(
     max_staleness: int = 1,
     deadline_s: float = LATER_S,
     groups_per_version: int = 4,
-    bounds: Bounds = UNBOUNDED,
+    limiter: LimiterConfig = UNBOUNDED,
 ) -> list[str]:
-    rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
-    store = ruled(store, lease_deadline_s=deadline_s, **rules)
+    store = ruled(
+        store,
+        max_staleness=max_staleness,
+        groups_per_version=groups_per_version,
+        limiter=limiter,
+        lease_deadline_s=deadline_s,
+    )
     found = await store.lease(step, consuming_version=consuming_version, count=count)
     return found.ids if found else []
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
@@ -41,7 +41,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.SNDBUF, 1)  # the shortest kernel queue
             socket.bind(config.buffer.bind)
-        service = BufferService(config, Ledger.from_config(redis, config), socket, Outage(config.redis))
+        service = BufferService(config, Ledger(redis, config), socket, Outage(config.redis))
         task = asyncio.create_task(service.run())
         try:
             yield service

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 
 
 @dataclass(frozen=True)

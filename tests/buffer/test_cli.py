@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
 from tests.buffer.conftest import MakeConfig

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.handlers.ingest import IngestSettings
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.service import ReceivedMessage, Receiver
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
@@ -23,9 +23,7 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected
 async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
     context = zmq.asyncio.Context()
     try:
-        receiver = Receiver(
-            IngestSettings.from_config(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20)
-        )
+        receiver = Receiver(Inspector(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
         task = asyncio.create_task(receiver.run())
         yield receiver
         await cancel_tasks(task)
@@ -56,9 +54,9 @@ async def test_delivery_is_inspected(receiver: Receiver, peer: Peer) -> None:
     arrival = await arrived(receiver)
     good, bad = arrival.groups
     assert (arrival.peer, good.id, bad.id) == (b"r0", "1", "2")
-    assert isinstance(good.found, DeliveredGroup)
-    assert good.found.blob == frame
-    assert isinstance(bad.found, FrameError)
+    assert isinstance(good.result, DeliveredGroup)
+    assert good.result.blob == frame
+    assert isinstance(bad.result, FrameError)
 
 
 async def test_delivery_of_maximum_size(receiver: Receiver, peer: Peer) -> None:

@@ -10,8 +10,7 @@ from typing import get_args
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import encode
@@ -76,7 +75,7 @@ async def test_peers_with_keys_exchange_groups(config: RunConfig, tmp_path: Path
 async def test_peers_without_keys_are_refused(
     config: RunConfig, stranger: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.05)
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.05)
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
         async with rollout_server(config) as server, rollout_server(stranger, "intruder") as intruder:

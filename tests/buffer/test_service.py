@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.scripts import group_key
-from slipstream.buffer.store.types import DeliveredGroup, Lease, SweepResult
+from slipstream.buffer.store.redis import group_key
+from slipstream.buffer.store.types import DeliveredGroup, LeasedGroups, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -92,7 +92,7 @@ async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunCo
     async with learner(config) as client:
         await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        assert lease == Lease([group.id for group in groups], [1.0] * 4, 0, [0])
+        assert lease == LeasedGroups([group.id for group in groups], [1.0] * 4, 0, [0])
         assert GroupReader(config.redis, run=config.run.name).read(lease.ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
+from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
@@ -84,7 +84,7 @@ async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     outcomes = (await server.receive(m.Acknowledge)).outcomes
     assert outcomes == {first.id: "ready", second.id: m.AGAIN, third.id: m.AGAIN}
     assert await server.deliver(answered(second)) == {second.id: "ready"}
-    for _ in range(MALFORMED_PATIENCE - 1):
+    for _ in range(MALFORMED_RETRIES - 1):
         await server.send(m.Deliver(ids=[third.id]), b"garbage")
         assert (await server.receive(m.Acknowledge)).outcomes == {third.id: m.AGAIN}
     await server.send(m.Deliver(ids=[third.id]), b"garbage")
@@ -118,12 +118,12 @@ async def test_untrainable_group_is_filtered(server: Peer, service: BufferServic
     await server.join(credits=2, version=7)
     ticket, other = await server.tickets()
     await server.credits(0)
-    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+    for outcome in [m.AGAIN] * MALFORMED_RETRIES + ["filtered"]:
         assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: outcome}
     assert await server.deliver(answered(other)) == {other.id: "ready"}
     counts = (await server.state()).counts
     assert (counts.ready, counts.reasons) == (1, {f"filtered:{reason}": 1})
-    assert counts.dropped_frames == MALFORMED_PATIENCE + 1
+    assert counts.dropped_frames == MALFORMED_RETRIES + 1
     assert await service.ledger.verify() == []
 
 
@@ -157,11 +157,11 @@ async def test_group_that_contradicts_its_ticket_is_filtered(server: Peer, servi
     ticket, other = await server.tickets()
     await server.credits(0)
     group = msgspec.structs.replace(answered(ticket), **CONTRADICTIONS[reason])
-    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+    for outcome in [m.AGAIN] * MALFORMED_RETRIES + ["filtered"]:
         assert await server.deliver(group, answered(other)) == {ticket.id: outcome, other.id: ANY}
     counts = (await server.state()).counts
     assert (counts.ready, counts.reasons) == (1, {f"filtered:{reason.partition(',')[0]}": 1})
-    assert counts.dropped_frames == MALFORMED_PATIENCE + 1
+    assert counts.dropped_frames == MALFORMED_RETRIES + 1
     assert await service.ledger.verify() == []
 
 
@@ -186,7 +186,7 @@ async def test_dropped_group_of_another_task_is_no_outcome(make_config: MakeConf
         (ticket,) = await server.tickets()
         (task,) = ticket.indices
         other = msgspec.structs.replace(answered(ticket), indices=[(task + 1) % 10])
-        for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+        for outcome in [m.AGAIN] * MALFORMED_RETRIES + ["filtered"]:
             assert await server.deliver(other) == {ticket.id: outcome}
         snapshot = await service.ledger.snapshot()
         assert (snapshot.counts.reasons, snapshot.tasks) == ({"filtered:other_ticket": 1}, {})
@@ -196,7 +196,7 @@ async def test_untrainable_group_may_be_sent_again_intact(server: Peer, service:
     await service.ledger.publish(7, evaluate=False)
     await server.join(credits=1, version=7)
     (ticket,) = await server.tickets()
-    for reason in list(POISON)[:MALFORMED_PATIENCE]:
+    for reason in list(POISON)[:MALFORMED_RETRIES]:
         assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: m.AGAIN}
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
@@ -219,7 +219,7 @@ async def test_untrainable_answer_fails_eval_slice(server: Peer, service: Buffer
     group = answered(ticket)
     out = msgspec.structs.replace(group.trajectories[0], **POISON["token_out_of_vocabulary"])
     group = msgspec.structs.replace(group, trajectories=[out, *group.trajectories[1:]])
-    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+    for outcome in [m.AGAIN] * MALFORMED_RETRIES + ["filtered"]:
         assert await server.deliver(group) == {ticket.id: outcome}
 
 

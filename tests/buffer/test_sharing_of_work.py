@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from benchmarks.fleet import SimulatedFleet, spread
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig

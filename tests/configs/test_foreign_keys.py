@@ -12,8 +12,6 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import sections_at
 
-DOCS = Path(__file__).parents[2] / "docs" / "coming-from.md"
-
 
 @pytest.mark.parametrize(
     ("override", "ours"),
@@ -58,8 +56,3 @@ def test_named_keys_exist(ours: str) -> None:
                 break
             sections = sections_at(key, sections)
             assert sections or place == len(keys) - 1, path
-
-
-def test_table_of_the_docs_is_complete() -> None:
-    rows = set(re.findall(r"^\| `([\w.]+)` \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    assert rows == {*VERL, *TRL}

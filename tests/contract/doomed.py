@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.learner.weights.broadcast import GlooTransport
+from slipstream.learner.weights.fetch import StreamTransport
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.receivers import build_receivers
 from tests.contract.transfers import BUCKET_BYTES, Versions

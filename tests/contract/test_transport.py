@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.buffer.wire.weights.shm import sweep
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import sweep
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.threads import TEARDOWN_THREAD_NAME
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, TransferError, build_transports
-from slipstream.rollout_servers.engines.staging import TransferFailed
+from slipstream.learner.weights.transports import Broadcast, build_transports
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.contract.doomed import broadcast, doomed, offer, serve
@@ -86,7 +86,7 @@ def test_damaged_version_is_refused_and_next_arrives(channel: Channel, damage: s
     server = channel.server()
     old, new = channel.versions.next(), channel.versions.next()
     channel.send(damaged(new) if damage == "bit" else mislabelled(old, new), [server])
-    assert isinstance(server.error, TransferFailed)
+    assert isinstance(server.error, TransferError)
     assert server.staging.version == -1
     snapshot = channel.versions.next()
     channel.send(snapshot, [server])
@@ -114,7 +114,7 @@ def test_server_killed_in_broadcast_delays_nobody(channels: Open, forks: ForkSer
             sender.send(snapshot)
         receiving.join()
         assert time.monotonic() - began < DEADLINE_S
-    assert isinstance(survivor.error, TransferFailed)
+    assert isinstance(survivor.error, TransferError)
     assert survivor.staging.version == -1
     channel.send(snapshot, [survivor])
     assert survivor.holds(snapshot)
@@ -143,7 +143,7 @@ def test_sender_killed_in_broadcast_leaves_no_version(channels: Open, forks: For
         assert receiving.is_alive()
         sender.kill()
         receiving.join(DEADLINE_S)
-    assert isinstance(server.error, TransferFailed)
+    assert isinstance(server.error, TransferError)
     assert f"after {BUCKET_BYTES} of" in str(server.error)
     assert f"127.0.0.1:{channel.config.weights.store_port}" in str(server.error)
     assert server.staging.version == -1
@@ -156,7 +156,7 @@ def test_sender_killed_before_fetch_is_named(channels: Open, forks: ForkServerCo
     with doomed(forks, offer, channel.config, f"{channel.config.run.name}-offered") as sender:
         manifest, source = sender.said()
     receive(server, channel.announce(manifest, source, deadline_s=1.0))
-    assert isinstance(server.error, TransferFailed)
+    assert isinstance(server.error, TransferError)
     assert f"127.0.0.1:{channel.config.weights.stream_port}" in str(server.error)
     assert server.staging.version == -1
 
@@ -170,7 +170,7 @@ def test_deleted_version_is_named(channels: Open, name: str) -> None:
     path = Path(source.place) / source.parts[0].name
     path.unlink()
     receive(server, channel.announce(snapshot.manifest, source))
-    assert isinstance(server.error, TransferFailed)
+    assert isinstance(server.error, TransferError)
     assert str(path) in str(server.error)
     assert server.staging.version == -1
 
@@ -178,12 +178,12 @@ def test_deleted_version_is_named(channels: Open, name: str) -> None:
 def test_absent_rank_is_reported_to_all(channels: Open) -> None:
     channel = channels("gloo", weights={"deadline_s": 1.0})
     channel.epoch = 1
-    failures: list[TransferFailed] = []
+    failures: list[TransferError] = []
 
     def enter() -> None:
         try:
             channel.servers[0].receiver.enter(channel.form(1, 3))
-        except TransferFailed as error:
+        except TransferError as error:
             failures.append(error)
 
     channel.server()
@@ -245,7 +245,7 @@ def test_closing_a_receiver_ends_its_transfer(channels: Open, name: str) -> None
     receiving = in_thread(receive, server, channel.announce(snapshot.manifest, source))
     server.receiver.close()
     receiving.join(DEADLINE_S / 2)
-    assert isinstance(server.error, TransferFailed)
+    assert isinstance(server.error, TransferError)
     assert server.staging.version == -1
 
 
@@ -339,5 +339,5 @@ def test_stream_requires_the_keys(channels: Open, tmp_path: Path) -> None:
     channel.send(snapshot, [trusted])
     assert trusted.holds(snapshot)
     receive(stranger, channel.announce(snapshot.manifest, channel.source(snapshot, -1), deadline_s=1.0))
-    assert isinstance(stranger.error, TransferFailed)
+    assert isinstance(stranger.error, TransferError)
     assert stranger.staging.version == -1

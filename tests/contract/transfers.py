@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.layout import Segment, layout
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Source, TensorInfo
-from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
+from slipstream.learner.weights.transports import Broadcast, Fetched, Transports
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
 

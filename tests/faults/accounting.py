@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.configs import RunConfig
 
 History = dict[int, list[str]]
@@ -27,7 +27,7 @@ async def assert_accounted_for(redis: Redis, config: RunConfig, *, steps: int) -
 
     Retention must be large enough that nothing was forgotten.
     """
-    ledger = Ledger.from_config(redis, config)
+    ledger = Ledger(redis, config)
     assert await ledger.verify() == []
     issued = (await ledger.counts()).issued
     prefix = run_prefix(config.run.name)

@@ -21,7 +21,7 @@ MakeRunConfig = Callable[..., RunConfig]
 @pytest.fixture(autouse=True)
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short retry intervals, so that hundreds of losses take seconds."""
-    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.3)
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.3)
     monkeypatch.setattr("slipstream.buffer.handlers.fleet.GRACE_S", 0.5)
     monkeypatch.setattr("slipstream.rollout_servers.server.HEARTBEAT_S", 0.2)
 

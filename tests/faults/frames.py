@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from slipstream.buffer.handlers.ingest import IngestSettings, inspect
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.service import CONTROL_BYTES, FRAMES_PER_MESSAGE
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
@@ -73,7 +73,7 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
             yield [_damaged(rng.choice(good), rng), *(rng.randbytes(9) for _ in range(rng.choice([0, 0, 0, 3])))]
 
 
-def drops(message: Sequence[bytes], settings: IngestSettings) -> int:
+def drops(message: Sequence[bytes], inspector: Inspector) -> int:
     """Drops that the service must count for a message of a known server."""
     control, *blobs = message
     if len(message) > FRAMES_PER_MESSAGE or len(control) > CONTROL_BYTES:
@@ -86,12 +86,12 @@ def drops(message: Sequence[bytes], settings: IngestSettings) -> int:
         return 0
     if len(content.ids) != len(blobs):
         return 1
-    return sum(not _fits(group_id, blob, settings) for group_id, blob in zip(content.ids, blobs, strict=True))
+    return sum(not _fits(group_id, blob, inspector) for group_id, blob in zip(content.ids, blobs, strict=True))
 
 
-def _fits(group_id: str, blob: bytes, settings: IngestSettings) -> bool:
-    group = inspect(group_id, blob, settings)
-    return not isinstance(group.found, FrameError) and group.largest_token < VOCABULARY
+def _fits(group_id: str, blob: bytes, inspector: Inspector) -> bool:
+    group = inspector.inspect(group_id, blob)
+    return not isinstance(group.result, FrameError) and group.largest_token < VOCABULARY
 
 
 def _good(run: str) -> list[bytes]:

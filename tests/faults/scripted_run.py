@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient, new_incarnation
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError
@@ -104,7 +103,7 @@ class CountingLearner:
         main.published(self.version, evaluate=False)
         self.engine.version = self.version
 
-    def _train(self, main: BufferClient, lease: Lease) -> None:
+    def _train(self, main: BufferClient, lease: LeasedGroups) -> None:
         assert max(lease.staleness) <= self.config.buffer.max_staleness
         groups = GroupReader(self.config.redis, run=self.config.run.name).read(lease.ids)
         self.trained[self.step] = sorted((group.id for group in groups), key=int)
@@ -116,7 +115,7 @@ class CountingLearner:
             main.checkpointed(self.step)
             self.checkpoint = (self.step, self.version)
 
-    def _lease(self, feed: BufferClient, step: int, consuming_version: int) -> Lease:
+    def _lease(self, feed: BufferClient, step: int, consuming_version: int) -> LeasedGroups:
         count = self.config.learner.groups_per_step
         for _ in range(round(self.config.learner.wait_deadline_s)):
             lease = feed.lease(step, count=count, consuming_version=consuming_version, wait_s=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.configs import RunConfig
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.conftest import MakeRunConfig

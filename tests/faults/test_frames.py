@@ -14,7 +14,7 @@ import yaml
 import zmq
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import IngestSettings
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
@@ -109,12 +109,12 @@ async def test_bad_frames_are_counted_without_memory_growth(
 ) -> None:
     # The attacker may send no valid heartbeat, and must stay known until the end.
     config = make_config(server_deadline_s=600.0)
-    settings = IngestSettings.from_config(config)
+    inspector = Inspector(config)
     messages = list(mutated_messages(FRAMES, seed=7, run=config.run.name))
     with service_process(config, tmp_path) as process, attacker(config, hello_of(config)) as peer:
         peer.send(messages[:WARM_UP])
         before_bytes = process.memory_info().rss
-        assert peer.send(messages[WARM_UP:]) == sum(drops(each, settings) for each in messages)
+        assert peer.send(messages[WARM_UP:]) == sum(drops(each, inspector) for each in messages)
         assert process.memory_info().rss - before_bytes < MOST_GROWTH_BYTES
         # The attacker's tickets return; then a group is delivered as usual.
         peer.socket.send(encode(hello_of(config, incarnation="another")))
@@ -128,7 +128,7 @@ async def test_bad_frames_are_counted_without_memory_growth(
             await server.credits(1, version=version)
             (ticket,) = await server.tickets()
             assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
-    assert await Ledger.from_config(redis, config).verify() == []
+    assert await Ledger(redis, config).verify() == []
 
 
 async def test_server_limit_refuses_until_others_fall_silent(
@@ -162,7 +162,7 @@ async def test_failure_with_long_undecodable_detail_is_counted(
     make_run_config: MakeRunConfig, redis: Redis, model: Path
 ) -> None:
     config = make_run_config()
-    ledger = Ledger.from_config(redis, config)
+    ledger = Ledger(redis, config)
     async with scripted_run(config, model, RefusingEngine()):
 
         async def counted() -> bool:

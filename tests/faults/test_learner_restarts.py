@@ -21,5 +21,5 @@ async def test_killed_learner_loses_few_groups(make_run_config: MakeRunConfig, m
             await asyncio.to_thread(learner.run, killed_after=rng.randint(1, 10))
         await asyncio.to_thread(learner.run)
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
-    counts = await Ledger.from_config(redis, config).counts()
+    counts = await Ledger(redis, config).counts()
     assert counts.reasons.get("expired:too_stale", 0) <= KILLS * config.learner.groups_per_step

@@ -92,7 +92,7 @@ async def test_slow_network_is_not_a_silent_server(
     )
     engine = IncompressibleEngine()
     proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
-    ledger = Ledger.from_config(redis, config)
+    ledger = Ledger(redis, config)
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
     async with proxy.running(listen=endpoint_port, to=bind_port), scripted_run(config, model, engine):
 

@@ -9,7 +9,7 @@ import structlog
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import group_key
+from slipstream.buffer.store.redis import group_key
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
@@ -34,7 +34,7 @@ async def test_full_memory_pauses_producers(
     monkeypatch.setattr("slipstream.buffer.store.redis.LOG_EVERY_S", 0.1)
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # each sweep removes finished groups
     config = own_config.model_copy(update={"buffer": far_ahead(own_config)})
-    ledger = Ledger.from_config(own_client, config)
+    ledger = Ledger(own_client, config)
     with structlog.testing.capture_logs() as logs:
         async with scripted_run(config, model) as learner, asyncio.timeout(DEADLINE_S):
 
@@ -84,7 +84,7 @@ async def test_full_redis_acknowledges_only_stored_groups(
         assert [ticket.id for ticket, there in zip(tickets, stored, strict=True) if there] == acknowledged
         own_redis.limit_memory(0)
         assert [await delivered(server, ticket) for ticket in tickets] == [True] * len(tickets)
-    ledger = Ledger.from_config(own_client, own_config)
+    ledger = Ledger(own_client, own_config)
     assert await ledger.verify() == []
     assert (await ledger.counts()).ready == len(tickets)
 

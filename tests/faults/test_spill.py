@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client import GroupReader
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig

@@ -194,7 +194,7 @@ def kill_bubblewraps(run: Run) -> None:
 def read_counts(run: Run) -> LedgerCounts:
     async def read() -> LedgerCounts:
         async with Redis.from_url(run.config.redis.address) as redis:
-            return await Ledger.from_config(redis, run.config).counts()
+            return await Ledger(redis, run.config).counts()
 
     return asyncio.run(read())
 

@@ -14,8 +14,8 @@ from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.prepare import StepPreparer
-from slipstream.learner.data.balance import SequenceCost, share_out
-from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.data.balance import SequenceCost, balance_groups
+from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -116,25 +116,27 @@ def recorded_step(
     learner = config.learner
     count, updates = learner.groups_per_step, learner.updates_per_step
     groups = [decode_group((folder / f"{step}-{number}.msgpack").read_bytes()) for number in range(count)]
-    dealt, levels = deal(count, updates=updates, rank=rank, world_size=world_size), None
+    assigned, plans = partition_groups(count, updates=updates, rank=rank, world_size=world_size), None
     if cost is not None:
         lengths = [[len(each.action_mask) - 1 for each in group.trajectories] for group in groups]
         shares = [
-            share_out(lengths[start : start + count // updates], world_size, budget=learner.token_budget, cost=cost)
+            balance_groups(
+                lengths[start : start + count // updates], world_size, budget=learner.token_budget, cost=cost
+            )
             for start in range(0, count, count // updates)
         ]
-        dealt = [
+        assigned = [
             [update * (count // updates) + index for index in by_rank[rank]]
             for update, (by_rank, _) in enumerate(shares)
         ]
-        levels = [level for _, level in shares]
+        plans = [plan for _, plan in shares]
     return build_step(
-        [[(groups[number], 1.0) for number in share] for share in dealt],
+        [[(groups[number], 1.0) for number in share] for share in assigned],
         token_budget=learner.token_budget,
         rewards=config.rewards,
         step=step,
         consuming_version=step,
-        levels=levels,
+        plans=plans,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import (
@@ -390,7 +390,7 @@ def test_groups_are_durable_when_background_checkpoint_is_complete(
         server.deliver(12)
         learner = learner_beside(config, build_train_step(config, world), version=0)
         loop = learner.loop
-        loop.feed = build_feed(config, loop.settings.initial_model, world, LEARNER)
+        loop.feed = build_feed(config, loop.initial_model, world, LEARNER)
         assert loop.root is not None
         loop.root.buffer = buffer
         with closing(loop.feed):

@@ -15,9 +15,10 @@ GOOD = {"ess": 0.9, "kl_k3": 0.01, "masked_fraction": 0.0}
 BAD = {"ess": 0.31, "kl_k3": 0.01, "masked_fraction": 0.0}
 
 
-def throttle(max_staleness: int = 8, **keys: Any) -> Throttle:
+def throttle(max_staleness: int = 8, *, smoothing: float = 0.0, calm_steps: int = 3, **keys: Any) -> Throttle:
     """A throttle without smoothing, which changes the bound after few steps."""
-    return Throttle(ThrottleConfig(**{"smoothing": 0.0, "calm_steps": 3, "hold_steps": 2, **keys}), max_staleness)
+    config = ThrottleConfig(**{"hold_steps": 2, **keys})
+    return Throttle(config, max_staleness, smoothing=smoothing, calm_steps=calm_steps)
 
 
 def bounds(throttled: Throttle, *figures: dict[str, float]) -> list[int]:

@@ -13,7 +13,7 @@ from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.learner.data.buffer_feed import build_step, deal
+from slipstream.learner.data.buffer_feed import build_step, partition_groups
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
@@ -57,10 +57,14 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
     train_step = build_train_step(config, folder.initial_model, world)
     figures = []
     for step, groups in enumerate(steps):
-        (*updates,) = deal(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
-        dealt = [[(groups[index], 1.0) for index in update] for update in updates]
+        (*updates,) = partition_groups(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
+        assigned = [[(groups[index], 1.0) for index in update] for update in updates]
         data = build_step(
-            dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=step, consuming_version=step
+            assigned,
+            token_budget=config.learner.token_budget,
+            rewards=config.rewards,
+            step=step,
+            consuming_version=step,
         )
         figures.append(train_step.run(data, unpublished_steps=0))
     exported = load_file(folder.export / "model.safetensors")

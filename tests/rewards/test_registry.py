@@ -12,7 +12,7 @@ from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.run import RewardConfig, RunConfig
 from slipstream.rewards import base
 from slipstream.rewards.base import Episode, Score, group_reward
-from slipstream.rewards.functions.match import digit_match, exact_match
+from slipstream.rewards.functions.text import digit_match, exact_match
 from slipstream.rewards.registry import find_reward, find_rewards
 
 Info = Mapping[str, Any]

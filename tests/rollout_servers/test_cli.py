@@ -20,7 +20,7 @@ from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.plugin_code import plugin_code
+from slipstream.rollout_servers.plugins import plugin_code
 from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
@@ -222,6 +222,7 @@ def test_hello_has_the_code_of_own_plugins(
     for name in ("code_a", "code_b"):
         (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = plugin_code(RunConfig.model_validate({"model": {"build": "digits"}, **settings}))
+    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
+    found = plugin_code(config.env, (*config.rewards, *config.evaluated))
     assert list(found) == [f"code of {module}" for module in modules]
     assert all(found.values())

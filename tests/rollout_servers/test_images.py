@@ -16,11 +16,10 @@ from slipstream.env.builtin.colours import Colours
 from slipstream.models.images import ImageError
 from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.engines.registry import start_engine
-from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.prompt_filter import without_long_prompts
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
-from slipstream.rollout_servers.rollouts.group import play_group
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+from slipstream.rollout_servers.rollouts.player import play_group
+from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 from tests.vision import IMAGE_TOKEN, write_vision_model
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from slipstream.buffer.cli import serve
-from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client import GroupReader
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, decode_group
 from slipstream.rollout_servers.engines.base import Pressure
-from slipstream.rollout_servers.outbox import GROUPS_PER_MESSAGE, LEAST_WINDOW_BYTES, SLOW_ACK_S, Outbox
 from slipstream.rollout_servers.tickets import (
     DECREASE,
     FREE_FAILURES,
+    GROUPS_PER_MESSAGE,
     INCREASE,
     KV_CACHE_HIGH,
+    LEAST_WINDOW_BYTES,
     LONGEST_DELAY_S,
+    SLOW_ACK_S,
     ConcurrencyLimiter,
     FailureBackoff,
     FirstFailures,
+    Outbox,
     TicketBook,
 )
 
@@ -279,7 +282,7 @@ async def test_the_window_doubles_with_each_acknowledgement(
     wire: Wire, monkeypatch: pytest.MonkeyPatch, round_trip_s: float
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("slipstream.rollout_servers.outbox._now", lambda: now)
+    monkeypatch.setattr("slipstream.rollout_servers.tickets._now", lambda: now)
     names = [f"{number:02}" for number in range(40)]
     wire.deliver(*names, large=True)
     for first, end in ((0, 1), (1, 3), (3, 7), (7, 15), (15, 31)):
@@ -295,7 +298,7 @@ async def test_a_slow_acknowledgement_shrinks_the_window(wire: Wire, monkeypatch
         assert await wire.next() == expected
         wire.acknowledge(expected)
     assert await wire.next() == ["d", "e", "f", "g"]
-    monkeypatch.setattr("slipstream.rollout_servers.outbox.SLOW_ACK_S", -1.0)
+    monkeypatch.setattr("slipstream.rollout_servers.tickets.SLOW_ACK_S", -1.0)
     wire.acknowledge("de")
     await wire.nothing_more()
     wire.acknowledge("fg")

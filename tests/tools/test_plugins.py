@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.plugins import find_plugin
+from slipstream.env.registry import ENVS
 from slipstream.tools.plugins import command
 
 MODULE = """
@@ -50,7 +50,7 @@ def test_installed_plugins_are_listed_with_package_and_problem(capsys: pytest.Ca
     assert found["env", "textarena"]["options"]["opponent"] == '"random"'
     assert found["loss", "ppo"]["options"]["clip_low"] == "0.2"
     assert found["tool", "calculator"]["options"] == found["reward", "none"]["options"] == {}
-    assert find_plugin("env", "plugged_good", {}) is json.loads
+    assert ENVS.load("plugged_good") is json.loads
 
 
 @pytest.mark.usefixtures("installed")

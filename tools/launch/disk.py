@@ -25,15 +25,15 @@ def disk_problems(config: RunConfig) -> list[str]:
         return []
     policy, critic = parameters(path), config.learner.critic
     trained = policy + (parameters(critic.path or path) if critic is not None else 0)
-    each = trained * STATE_BYTES[config.learner.optimizer.name]
+    size = trained * STATE_BYTES[config.learner.optimizer.name]
     # The oldest is removed once the next is complete.
     missing = max(0, checkpoint.keep + 1 - len(checkpoint_steps(folder.checkpoints)))
     model = policy * (4 if config.model.dtype_here == "float32" else 2)
-    wanted, free = missing * each + model, free_bytes(folder.root)
+    wanted, free = missing * size + model, free_bytes(folder.root)
     if wanted <= free:
         return []
     return [
-        f"run.dir={config.run.dir}: its disk has {_gb(free)} free, but {missing} checkpoints of {_gb(each)} and the "
+        f"run.dir={config.run.dir}: its disk has {_gb(free)} free, but {missing} checkpoints of {_gb(size)} and the "
         f"trained model ({_gb(model)}) take {_gb(wanted)}: name a folder on another disk, or lower "
         f"learner.checkpoint.keep={checkpoint.keep}"
     ]

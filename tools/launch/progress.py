@@ -248,9 +248,9 @@ def _warnings(progress: Progress) -> dict[str, str]:
     return {name: message for name, (_, message) in progress.warnings.items()}
 
 
-def _new(found: Mapping[str, T], before: Mapping[str, T]) -> dict[str, T]:
-    """Entries that were not there before."""
-    return {name: each for name, each in found.items() if before.get(name) != each}
+def _new(after: Mapping[str, T], before: Mapping[str, T]) -> dict[str, T]:
+    """Entries of `after` that `before` does not have."""
+    return {name: value for name, value in after.items() if before.get(name) != value}
 
 
 def _evaluated(progress: Progress) -> str:
@@ -258,16 +258,17 @@ def _evaluated(progress: Progress) -> str:
     parts, name = [], progress.plan.eval_name
     if name is not None and (trained := number(progress.step, f"score/{name}")) is not None:
         parts.append(f"{name.replace('_', '-')} {trained:.3f}")
-    found = progress.evaluation
-    if found:
-        coverage = number(found, "coverage")
+    evaluation = progress.evaluation
+    if evaluation:
+        coverage = number(evaluation, "coverage")
         partly = ""
         if coverage is not None and coverage < 1:
-            partly = f", {coverage:.0%} answered; failed ones as 0: {_show(found, 'lower_bound', '.3f')}"
-        name = "mean@k" if "pass_at_k" in found else "greedy"
-        best = f", pass@k {_show(found, 'pass_at_k', '.3f')}" if "pass_at_k" in found else ""
+            partly = f", {coverage:.0%} answered; failed ones as 0: {_show(evaluation, 'lower_bound', '.3f')}"
+        name = "mean@k" if "pass_at_k" in evaluation else "greedy"
+        best = f", pass@k {_show(evaluation, 'pass_at_k', '.3f')}" if "pass_at_k" in evaluation else ""
         parts.append(
-            f"{name} {_show(found, 'score', '.3f')}{best} (version {_show(found, 'policy_version', '.0f')}{partly})"
+            f"{name} {_show(evaluation, 'score', '.3f')}{best} "
+            f"(version {_show(evaluation, 'policy_version', '.0f')}{partly})"
         )
     return ", ".join(parts)
 

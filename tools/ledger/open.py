@@ -52,7 +52,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
         async def open_and_work() -> int:
             deadline_s = max(COMMAND_DEADLINE_S, reached.deadline_s)
             async with connect_async(reached.model_copy(update={"deadline_s": deadline_s})) as client:
-                ledger = Ledger.from_config(client, config)
+                ledger = Ledger(client, config)
                 identity = await ledger.identity()
                 if not identity:
                     raise SlipstreamError(

@@ -1,4 +1,4 @@
--- Records that a server failed a slice of the current evaluation. args: id (of the ticket), reason, patience (failures
+-- Records that a server failed a slice of the current evaluation. args: id (of the ticket), reason, ignored_failures (failures
 -- to ignore), retries (how often a failed slice is granted again; after that its tasks count as failed for this reason,
 -- so that the evaluation ends).
 -- Returns 'again' (ignored), 'filtered' or 'void'.
@@ -6,7 +6,7 @@ local version = redis.call('HGET', key('meta'), 'evaluated')
 if not version then return 'void' end
 for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -1)) do
   if slice_ticket(version, slice) == args.id then
-    local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice:match('%d+'), 1) - args.patience
+    local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice:match('%d+'), 1) - args.ignored_failures
     if failures <= 0 then return 'again' end
     if failures <= args.retries then
       return_slice(version, slice)

@@ -104,8 +104,8 @@ def apply(delta: bytes | bytearray | memoryview, data: Bytes, tensors: Sequence[
     applying = [_threads.submit(_apply_block, data, *block) for block in blocks]
     wait(applying)  # also after an error: the others still change `data`
     try:
-        for each in applying:
-            each.result()
+        for applied in applying:
+            applied.result()
     except (zstandard.ZstdError, ValueError, IndexError) as error:
         raise DeltaError(f"the difference to version {header.version} is malformed: {error}") from None
 

@@ -23,11 +23,11 @@ TEARDOWN_S = 5.0
 """Most time for the destruction of process groups at the end of the process: short, unless a peer hangs."""
 
 
-class RendezvousError(SlipstreamError):
-    """A transfer group was not formed.
+class TransferError(SlipstreamError):
+    """A transfer broke off or did not begin; on a rollout server, the engine is unchanged.
 
     Attributes:
-        absent: the ranks that did not come, where that is known.
+        absent: the ranks that never entered the transfer group, where that is known.
     """
 
     def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
@@ -61,7 +61,7 @@ def gather_ranks(
 ) -> None:
     """Learner: waits for ranks [1, world) and publishes the payload, which is made only then.
 
-    Raises: RendezvousError, and what `payload` raises.
+    Raises: TransferError, and what `payload` raises.
     """
     try:
         _await_ranks(store, world, deadline_s, aborted)
@@ -76,9 +76,9 @@ def _await_ranks(store: Store, world: int, deadline_s: float, aborted: threading
     deadline = time.monotonic() + deadline_s
     while absent := [rank for rank in absent if not store.check([f"here/{rank}"])]:
         if aborted.wait(CHECK_S):
-            raise RendezvousError("entering the transfer group was aborted")
+            raise TransferError("entering the transfer group was aborted")
         if time.monotonic() >= deadline:
-            raise RendezvousError(
+            raise TransferError(
                 f"rank {', '.join(map(str, absent))} of {world} did not enter the transfer group within "
                 f"{deadline_s:.0f} s (weights.deadline_s)",
                 absent=tuple(absent),
@@ -88,18 +88,18 @@ def _await_ranks(store: Store, world: int, deadline_s: float, aborted: threading
 def join_ranks(store: Store, ranks: range, *, deadline_s: float, left: threading.Event) -> None:
     """Rollout server: announces its ranks and waits for the learner.
 
-    Raises: RendezvousError when the learner gives the group up or is late, or the group was left.
+    Raises: TransferError when the learner gives the group up or is late, or the group was left.
     """
     for rank in ranks:
         store.set(f"here/{rank}", "")
     deadline = time.monotonic() + deadline_s
     while not store.check([LEARNER]):
         if store.check([OFF]):
-            raise RendezvousError(f"the learner gave it up: {store.get(OFF).decode()}")
+            raise TransferError(f"the learner gave it up: {store.get(OFF).decode()}")
         if time.monotonic() >= deadline:
-            raise RendezvousError(f"the learner did not enter it within {deadline_s:.0f} s")
+            raise TransferError(f"the learner did not enter it within {deadline_s:.0f} s")
         if left.wait(CHECK_S):
-            raise RendezvousError("the group was left")
+            raise TransferError("the group was left")
 
 
 class GlooFabric:

@@ -3,14 +3,19 @@
 # B episodes, T actions, K reward terms
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required
 from slipstream.learner.algorithms.advantages.groups import whiten
 
+EPSILON: Final = 1e-6
+"""Added to standard deviations."""
 
-def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
+
+def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
     """(reward - mean) / (std + epsilon) of the group, shape [B, T]; the sample's std (n - 1).
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
@@ -23,7 +28,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     return inputs.groups.deviations(inputs.reward_B)[:, None] * inputs.mask_BT
 
 
-def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) -> Tensor:
+def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float = EPSILON) -> Tensor:
     """Best reward less second best for the best episode, 0 for all others, shape [B, T]; optionally over std + epsilon.
 
     All are 0 where two episodes have the best reward, and in a group of one.
@@ -41,7 +46,7 @@ def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) 
     return margin_B[:, None] * inputs.mask_BT
 
 
-def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
+def gdpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
     """Weighted sum of the reward terms, each standardised within its group like `grpo`, shape [B, T].
 
     The sum is whitened over the episodes of all ranks. A KL penalty on the reward is in none of the terms.

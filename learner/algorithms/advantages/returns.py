@@ -83,7 +83,7 @@ def _raw_gae(inputs: AdvantageInputs, gamma: float, lam: float | Tensor) -> Tens
     return discounted_sum(difference_BT, gamma * lam) * inputs.mask_BT
 
 
-def optimal_token_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
+def optimal_token_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
     """Reward to go less B_t = Σ_i G_{i,t} W_{i,t} / (Σ_i W_{i,t} + epsilon), shape [B, T].
 
     The sums run over the episodes i of the group that have a t-th action, G is the reward to go and W_{i,t} the sum of

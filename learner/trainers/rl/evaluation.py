@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.algorithms.mismatch import k3
+from slipstream.learner.algorithms.divergence import k3
 from slipstream.learner.data.buffer_feed import CALLBACK_S, token_sequence
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import pack

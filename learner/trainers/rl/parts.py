@@ -6,19 +6,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.learner import KlConfig
+from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
-from slipstream.learner.algorithms.kl import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.data.balance import SequenceCost
-from slipstream.learner.data.buffer_feed import Feed, FeedSettings
+from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
@@ -32,7 +31,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")
@@ -64,22 +63,17 @@ def build_feed(
     Raises: ConfigError when the groups of an update do not divide among the ranks.
     """
     signals = signals or GracefulStop()
-    settings = FeedSettings(
-        groups_per_step=config.learner.groups_per_step,
-        updates_per_step=config.learner.updates_per_step,
-        token_budget=config.learner.token_budget,
-        cost=SequenceCost.of_model(path),
-        rewards=config.rewards,
-        wait_deadline_s=config.learner.wait_deadline_s,
-        outage_deadline_s=config.redis.outage_deadline_s,
-        max_staleness=config.buffer.max_staleness,
-        weights=config.weights,
-    )
-    settings.require_equal_shares(world.data_size)
+    per_update = config.learner.groups_per_step // config.learner.updates_per_step
+    if per_update % world.data_size:
+        raise ConfigError(
+            f"learner.groups_per_step / learner.updates_per_step = {per_update} must be a multiple of the "
+            f"{world.data_size} learner ranks that receive different groups"
+        )
     buffer = None
     if world.is_root:
         buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
-    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals, images)
+    reader = GroupReader(config.redis, run=config.run.name)
+    return Feed(config, SequenceCost.of_model(path), world, reader, buffer, signals, images)
 
 
 def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
@@ -178,10 +172,10 @@ def _withdraw(publisher: WeightPublisher, transports: list[Transport], weights: 
         publisher.withdraw(transport.name)
 
 
-def build_prober(config: RunConfig, model: nn.Module, world: World) -> Prober:
+def build_prober(engine: EngineConfig, model: nn.Module, world: World) -> Prober:
     """The prober of a policy."""
     # The engine must be able to read the probe, and to generate one token more.
-    tokens = min(PROBE_TOKENS, config.rollout.engine.max_model_len - 1)
+    tokens = min(PROBE_TOKENS, engine.max_model_len - 1)
     return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=world.device)
 
 
@@ -197,11 +191,11 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
     setup.cleanup.callback(publisher.close)
     reporter = RLReporter(
         setup.build_trackers(),
-        publisher.figures,
+        publisher.metrics,
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
         signal=SignalWatch(
-            group_relative=config.learner.advantage.name in GROUP_RELATIVE,
+            group_relative=config.learner.advantage.group_relative,
             fixed_length=has_fixed_length(config.rollout.sampling),
         ),
         eval_reward=config.eval.reward,

@@ -14,7 +14,7 @@ from slipstream.configs.schema.rollout import SamplingConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.kl import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
@@ -22,10 +22,10 @@ from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
-from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.fused_head import Entropy
-from slipstream.learner.models.moe import expert_figures
-from slipstream.learner.models.optim import SkippedUpdates, descend, learning_rate, set_learning_rate
+from slipstream.learner.models.moe import expert_metrics
+from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
@@ -38,13 +38,13 @@ class TrainStep:
 
     learner: LearnerConfig
     sampling: SamplingConfig
-    """Of the rollout servers."""
+    """Sampling of the rollout servers."""
     rewards: Sequence[RewardConfig]
     steps_per_version: int
     """Training steps between two policy versions."""
     seed: int
     checkpoints: Path
-    """Their folder, for error messages."""
+    """Folder of the checkpoints, for error messages."""
     world: World
     model: nn.Module
     """The policy."""
@@ -82,7 +82,7 @@ class TrainStep:
             unpublished_steps: training steps since the consuming version was published; 0: the present weights are that
                 version.
 
-        Returns: the step's figures, of all ranks together.
+        Returns: the step's metrics, of all ranks together.
 
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
@@ -113,15 +113,15 @@ class TrainStep:
             skipped = self.skipped.count - skipped_before
             log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
             self.skipped.require_updates()
-        figures = sums.means(self.world.sum(sums.vector())) | expert_figures(self.model, self.world)
-        if self.kl is not None and "reference_kl" in figures:
-            figures["kl_coefficient"] = self.kl.value
-            self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
+        metrics = sums.means(self.world.sum(sums.vector())) | expert_metrics(self.model, self.world)
+        if self.kl is not None and "reference_kl" in metrics:
+            metrics["kl_coefficient"] = self.kl.value
+            self.kl.update(metrics["reference_kl"], episodes=round(metrics["answers"]))
         return (
-            trajectory_figures(
+            trajectory_metrics(
                 data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.staleness, self.world
             )
-            | figures
+            | metrics
         )
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
@@ -166,12 +166,12 @@ class TrainStep:
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue
-            loss, figures = objective(scores, batch)
+            loss, values = objective(scores, batch)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
-            sums.add_policy(figures, own_version)
+            sums.add_policy(values, own_version)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
-        self._descend(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
+        self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(
         self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
@@ -195,14 +195,14 @@ class TrainStep:
             torch.autograd.backward(loss * self.world.data_size)
             sums.add(value_loss=loss.detach() / self.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
-        self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
+        self._optimizer_step(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
-    def _descend(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, figure: str, sums: StepSums
+    def _optimizer_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, metric: str, sums: StepSums
     ) -> None:
-        norm = descend(model, optimizer, config)
-        sums.set(figure, norm)
-        self.skipped.observe(figure, norm)
+        norm = optimizer_step(model, optimizer, config)
+        sums.set(metric, norm)
+        self.skipped.observe(metric, norm)
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""

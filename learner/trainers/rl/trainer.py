@@ -3,13 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Self
 
 import torch
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.client.learner import new_incarnation
+from slipstream.buffer.client import GroupReader, new_incarnation
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig, agreement
@@ -17,8 +15,6 @@ from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
-from slipstream.configs.schema.run import EvalConfig
-from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.data.images import ImageReader
@@ -36,7 +32,7 @@ from slipstream.learner.trainers.rl.parts import (
     snapshot_taker,
 )
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.setup import RankSetup, TrainerSettings
+from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.models.architecture import vocabulary_size
 from slipstream.models.folder import model_fingerprint, model_problems
@@ -48,29 +44,6 @@ EVALUATION_GROUPS = 4
 """Groups of an evaluation whose answers are candidates for the kept samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RLSettings(TrainerSettings):
-    """Settings of an RL trainer."""
-
-    weights: WeightsConfig
-    evaluation: EvalConfig
-    max_staleness: int
-    """The configured bound."""
-
-    @classmethod
-    def of(cls, config: RunConfig, initial_model: Path) -> Self:
-        """The settings of a run whose model is in `initial_model`."""
-        return cls(
-            learner=config.learner,
-            model=config.model,
-            paths=config.paths,
-            initial_model=initial_model,
-            weights=config.weights,
-            evaluation=config.eval,
-            max_staleness=config.buffer.max_staleness,
-        )
-
-
 @dataclass(frozen=True)
 class RLState(TrainState):
     """The state of an RL training."""
@@ -78,9 +51,9 @@ class RLState(TrainState):
     version: int = 0
     """Latest policy version that was published."""
     kl_coefficient: float | None = None
-    """Of an adaptive KL penalty."""
+    """Coefficient of an adaptive KL penalty."""
     throttle: dict[str, float] = field(default_factory=dict)
-    """Its `state()`."""
+    """State of the throttle (`Throttle.state`)."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +64,6 @@ class RLTrainer(Trainer[StepData]):
     DivergedError when training has ruined a model.
     """
 
-    settings: RLSettings
     state: RLState = field(default_factory=RLState)
     train_step: TrainStep
     feed: Feed
@@ -148,7 +120,8 @@ class RLTrainer(Trainer[StepData]):
         )
         setup.cleanup.callback(snapshots.close)
         return cls(
-            settings=RLSettings.of(config, path),
+            config=config,
+            initial_model=path,
             world=world,
             reporter=None if root is None else root.reporter,
             signals=setup.signals,
@@ -157,13 +130,13 @@ class RLTrainer(Trainer[StepData]):
             # Connects only when it is needed.
             read_groups=lambda ids: GroupReader(config.redis, run=config.run.name).read(ids),
             snapshots=snapshots,
-            prober=build_prober(config, train_step.model, world),
+            prober=build_prober(config.rollout.engine, train_step.model, world),
             root=root,
             undo_steps=setup.undo_steps,
         )
 
     def __post_init__(self) -> None:
-        throttle, max_staleness = self.settings.learner.throttle, self.settings.max_staleness
+        throttle, max_staleness = self.config.learner.throttle, self.config.buffer.max_staleness
         self.throttle = None if throttle is None else Throttle(throttle, max_staleness)
 
     @property
@@ -179,13 +152,13 @@ class RLTrainer(Trainer[StepData]):
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
         elif self.root is not None:  # an earlier start of the run may have had one
-            self.root.buffer.throttle(self.settings.max_staleness)
+            self.root.buffer.throttle(self.config.buffer.max_staleness)
         if not resumed and latest == 0:
             if self.root is not None:
                 self.root.buffer.published(0, evaluate=self.evaluates_after(0))
         else:
             self._publish_resumed(latest)
-        if self.state.step < self.settings.learner.steps:
+        if self.state.step < self.config.learner.steps:
             self.feed.prefetch(self.state.step, consuming_version=self.state.version)
 
     def next_batch(self) -> StepData:
@@ -208,21 +181,21 @@ class RLTrainer(Trainer[StepData]):
         done = self.state.step + 1
         if self.root is not None:
             self.root.samples.keep("step", done, batch.trajectories)
-        if done < self.settings.learner.steps:
+        if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
         return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
 
-    def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
+    def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
         started = time.perf_counter()
-        further = self._report_step(figures)
+        further = self._report_step(metrics)
         step = self.state.step
         self.evaluation_due |= self.evaluates_after(step)
         if self._publishes_after(step):
             self._publish(evaluate=self.evaluation_due)
             self.evaluation_due = False
         if self.root is not None:
-            further |= self.root.reporter.sync_figures()
+            further |= self.root.reporter.sync_metrics()
         return {**further, "policy_version": self.state.version, "publish_s": time.perf_counter() - started}
 
     def require_sound_model(self) -> None:
@@ -247,23 +220,23 @@ class RLTrainer(Trainer[StepData]):
         """Waits for the last publication and evaluation, ends the run in the buffer and writes the summary."""
         if self.root is not None:
             self.root.publisher.wait()
-        if self.settings.evaluation.tasks:
+        if self.config.eval.tasks:
             self._last_evaluation()
         if self.root is not None:
             ledger = self.root.buffer.finish()
-            self.root.reporter.finish(ledger, self.settings.paths, step=self.state.step, version=self.state.version)
+            self.root.reporter.finish(ledger, self.config.paths, step=self.state.step, version=self.state.version)
 
     def evaluates_after(self, step: int) -> bool:
         """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
-        every = self.settings.evaluation.every_steps
-        if not self.settings.evaluation.tasks:
+        every = self.config.eval.every_steps
+        if not self.config.eval.tasks:
             return False
-        return step == 0 or step >= self.settings.learner.steps or (every > 0 and step % every == 0)
+        return step == 0 or step >= self.config.learner.steps or (every > 0 and step % every == 0)
 
     def _publishes_after(self, step: int) -> bool:
         # Counted from the last publication: also after a restart versions are equally many steps apart.
-        every = self.settings.weights.publish_every_steps
-        return step == self.settings.learner.steps or step - self.published_step >= every
+        every = self.config.weights.publish_every_steps
+        return step == self.config.learner.steps or step - self.published_step >= every
 
     def _while_waiting(self) -> None:
         """Repeats what Redis may have lost and warns if weights reach no server: the groups may wait for these."""
@@ -276,16 +249,16 @@ class RLTrainer(Trainer[StepData]):
             if not self.signals.number:
                 raise
             return
-        publisher, weights = self.root.publisher, self.settings.weights
-        if servers and not publisher.figures.members and not publisher.without_engine and self._no_members.due():
+        publisher, weights = self.root.publisher, self.config.weights
+        if servers and not publisher.metrics.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
                 servers=servers,
                 remedy=f"let them reach weights.host:weights.control_port ({weights.host}:{weights.control_port})",
             )
 
-    def _report_step(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Counts the step's groups as trained in the ledger, and reports; returns figures of throttle and buffer.
+    def _report_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Counts the step's groups as trained in the ledger, and reports; returns metrics of throttle and buffer.
 
         Raises: StopRequested, on all ranks, on a stop signal while the buffer is away. The buffer counts the step when
         a learner starts from the checkpoint that has it.
@@ -293,11 +266,11 @@ class RLTrainer(Trainer[StepData]):
         further, stop, step = dict[str, float](), 0, self.state.step
         try:
             if self.throttle is not None:
-                further |= self._observe(self.throttle, figures)
+                further |= self._observe(self.throttle, metrics)
             if self.root is not None:
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
-                further |= reporter.rollout_figures(ledger)
-                reporter.check_step(step, figures)
+                further |= reporter.rollout_metrics(ledger)
+                reporter.check_step(step, metrics)
                 reports = self.root.buffer.take_evals()
                 reporter.evaluated(step, reports)
                 self._keep_answers(self.root.samples, reports)
@@ -310,9 +283,9 @@ class RLTrainer(Trainer[StepData]):
             raise StopRequested(stop)
         return further
 
-    def _observe(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
-        """Passes a step's figures to the throttle, applies its action, and returns its state as figures."""
-        action = throttle.observe(figures)
+    def _observe(self, throttle: Throttle, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Passes a step's metrics to the throttle, applies its action, and returns its state as metrics."""
+        action = throttle.observe(metrics)
         if action is not None:
             log.warning(
                 "throttle moves",
@@ -339,7 +312,7 @@ class RLTrainer(Trainer[StepData]):
             self.root.publisher.reclaim()
             # The buffer first: a server may report the version as soon as it is sent.
             self.root.buffer.published(version, evaluate=evaluate)
-        verified_by = probe if self.settings.weights.verify else None
+        verified_by = probe if self.config.weights.verify else None
         snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root, probe=verified_by)
         if self.root is not None and snapshot is not None:
             self.root.publisher.publish(snapshot)
@@ -351,14 +324,14 @@ class RLTrainer(Trainer[StepData]):
         """
         self.state = replace(self.state, version=max(latest, self.state.version))
         log.info("continuing", step=self.state.step, policy_version=self.state.version + 1)
-        if self.state.step > self.settings.learner.steps:
+        if self.state.step > self.config.learner.steps:
             log.warning(
                 "the checkpoint has more steps than learner.steps: the run ends with it",
                 step=self.state.step,
-                steps=self.settings.learner.steps,
+                steps=self.config.learner.steps,
             )
         # Only the final evaluation is waited for; interrupted earlier ones are not repeated.
-        last = self.state.step >= self.settings.learner.steps
+        last = self.state.step >= self.config.learner.steps
         self._publish(evaluate=last and self.evaluates_after(self.state.step))
 
     def _probe(self) -> Probe:
@@ -366,7 +339,7 @@ class RLTrainer(Trainer[StepData]):
         probe = self.prober.score()
         if torch.tensor(probe.logprobs).isfinite().all():
             return probe
-        step, folder = self.state.step, self.settings.paths.checkpoints
+        step, folder = self.state.step, self.config.paths.checkpoints
         saved = checkpoint_steps(folder)
         if step in saved:  # by an earlier start
             remedy = f"move its checkpoint in {folder} away, and start again with --undo-steps"
@@ -387,9 +360,9 @@ class RLTrainer(Trainer[StepData]):
     def _latest_version(self) -> int:
         """The buffer's latest policy version, on all ranks; announces this learner."""
         if self.root is not None:
-            model = model_fingerprint(self.settings.initial_model)
-            tokens = vocabulary_size(self.settings.initial_model)
-            undo = self.undo_steps or undoes_damaged_steps(self.settings.paths.checkpoints, self.state.step)
+            model = model_fingerprint(self.initial_model)
+            tokens = vocabulary_size(self.initial_model)
+            undo = self.undo_steps or undoes_damaged_steps(self.config.paths.checkpoints, self.state.step)
             state = self.root.buffer.hello(
                 self.state.step, version=self.state.version, model=model, vocab_size=tokens, undo=undo
             )
@@ -399,7 +372,7 @@ class RLTrainer(Trainer[StepData]):
     @property
     def _evaluation_temperature(self) -> float:
         """Engines report log-probs of greedy answers under the unscaled distribution."""
-        return self.train_step.sampling.temperature if self.settings.evaluation.samples > 1 else 1.0
+        return self.train_step.sampling.temperature if self.config.eval.samples > 1 else 1.0
 
     def _keep_answers(self, samples: SampleStore, reports: Sequence[EvalReport]) -> None:
         """Keeps a few answers of each evaluation."""
@@ -417,16 +390,16 @@ class RLTrainer(Trainer[StepData]):
         version = self.state.version
         reports: list[EvalReport] = []
         if self.root is not None:
-            reports = await_reports(self.root.buffer, version, deadline_s=self.settings.evaluation.deadline_s)
+            reports = await_reports(self.root.buffer, version, deadline_s=self.config.eval.deadline_s)
         last = [report for report in reports if report.version == version]
         ids = self.world.from_root([group_id for report in last for group_id in report.group_ids])
-        figures = {}
+        metrics = {}
         if ids:
-            figures = engine_mismatch(
+            metrics = engine_mismatch(
                 self.train_step.model,
                 self.read_groups(ids),
                 version=version,
-                token_budget=self.settings.learner.token_budget,
+                token_budget=self.config.learner.token_budget,
                 temperature=self._evaluation_temperature,
                 device=self.world.device,
                 images=self.feed.images,
@@ -434,5 +407,5 @@ class RLTrainer(Trainer[StepData]):
         if self.root is not None:
             earlier = [report for report in reports if report.version != version]
             self.root.reporter.evaluated(self.state.step, earlier)
-            self.root.reporter.evaluated(self.state.step, last, figures)
+            self.root.reporter.evaluated(self.state.step, last, metrics)
             self._keep_answers(self.root.samples, reports)

@@ -20,7 +20,7 @@ from slipstream.rollout_servers.engines.base import (
     PromptLimits,
     Request,
 )
-from slipstream.rollout_servers.engines.hf.model import Batch, Policy, check_padding
+from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 
@@ -104,7 +104,7 @@ class Stepper:
         version: the policy version of new tokens.
     """
 
-    def __init__(self, policy: Policy, *, max_sequences: int, seed: int) -> None:
+    def __init__(self, policy: HfModel, *, max_sequences: int, seed: int) -> None:
         self.policy = policy
         self._max_sequences = max_sequences
         self._generator = torch.Generator(policy.device).manual_seed(seed)
@@ -234,9 +234,9 @@ class HfEngine(BaseEngine):
     name = "hf"
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.generation, adapts=settings.lora is not None)
+        super().__init__(settings.generation, adapts=settings.config.model.lora is not None)
         self._settings = settings
-        self._thread = EngineThread("transformers", self._loaded, deadline_s=2 * settings.weights.deadline_s)
+        self._thread = EngineThread("transformers", self._loaded, deadline_s=2 * settings.config.weights.deadline_s)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -246,7 +246,7 @@ class HfEngine(BaseEngine):
         longer than `rollout.engine.start_deadline_s`.
         """
         engine = cls(settings)
-        await engine._thread.start(deadline_s=settings.engine.start_deadline_s)
+        await engine._thread.start(deadline_s=settings.config.rollout.engine.start_deadline_s)
         return engine
 
     @property
@@ -263,7 +263,7 @@ class HfEngine(BaseEngine):
         )
 
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
-        keep = self._settings.weights.keep_stale_kv
+        keep = self._settings.config.weights.keep_stale_kv
         return await self._thread.call(lambda: self._stepped.install(manifest, staging, keep_stale_kv=keep))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -275,7 +275,7 @@ class HfEngine(BaseEngine):
 
     async def pressure(self) -> Pressure:
         """`kv_cache_usage`: tokens of running answers, as a share of `max_sequences` times `max_model_len`."""
-        limits = self._settings.engine
+        limits = self._settings.config.rollout.engine
         tokens = await self._thread.call(lambda: self._stepped.tokens)
         return Pressure(kv_cache_usage=tokens / (limits.max_sequences * limits.max_model_len), preemptions=0)
 
@@ -286,9 +286,9 @@ class HfEngine(BaseEngine):
     def _loaded(self) -> Iterator[Stepper]:
         """Loads and frees the model; entered and left in the thread."""
         with torch.inference_mode():
-            policy, limits = Policy(self._settings), self._settings.engine
-            check_padding(policy, dtype=self._settings.dtype)
+            policy, limits = HfModel(self._settings), self._settings.config.rollout.engine
+            check_padding(policy, dtype=self._settings.config.model.dtype_here)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
-            self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.seed)
+            self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.config.run.seed)
             yield self._stepped
             self._stepped.close()

@@ -22,7 +22,7 @@ from slipstream.rollout_servers.engines.staging import Staging
 # B sequences, T tokens in the cache (padding on the left), N new tokens, V vocabulary
 
 
-class Policy:
+class HfModel:
     """The model.
 
     Attributes:
@@ -36,15 +36,15 @@ class Policy:
 
         Raises: ConfigError when it has too few positions for `rollout.engine.max_model_len`; what transformers raises.
         """
-        self._dtype: torch.dtype = getattr(torch, settings.dtype)
-        options = {"dtype": self._dtype, "trust_remote_code": False, **settings.engine.options}
+        self._dtype: torch.dtype = getattr(torch, settings.config.model.dtype_here)
+        options = {"dtype": self._dtype, "trust_remote_code": False, **settings.config.rollout.engine.options}
         with without_remote_code(settings.model):
             model: Any = AutoModelForCausalLM.from_pretrained(settings.model, **options)
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().requires_grad_(False)
         self._adapter: dict[str, Any] | None = None
-        if settings.lora is not None:
+        if settings.config.model.lora is not None:
             require_peft()
         buffers = published_buffers(model)
         for buffer in buffers.values():
@@ -58,7 +58,7 @@ class Policy:
         if getattr(text, "attn_logit_softcapping", None) is not None:
             model.set_attn_implementation("eager")  # torch's attention would ignore the soft cap
         self.vocabulary: int = text.vocab_size
-        check_positions(settings.engine.max_model_len, text, settings.model)
+        check_positions(settings.config.rollout.engine.max_model_len, text, settings.model)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)
         self._attends = "past_key_values" in self._inputs
         self.joins = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self.new_cache().layers)
@@ -149,13 +149,13 @@ class Policy:
 class Batch:
     """The KV cache of B sequences."""
 
-    def __init__(self, policy: Policy, cache: Cache, mask_BT: Tensor) -> None:
+    def __init__(self, policy: HfModel, cache: Cache, mask_BT: Tensor) -> None:
         self._policy = policy
         self._cache: Any = cache  # its layers are of many kinds
         self._mask_BT = mask_BT
 
     @classmethod
-    def of(cls, policy: Policy, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
+    def of(cls, policy: HfModel, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
         """The cache of these sequences and the next tokens' logits, shape [B, V]; equal sequences are computed once."""
         places: dict[tuple[int, ...], int] = {}
         place_B = [places.setdefault(tuple(sequence), len(places)) for sequence in sequences]
@@ -216,7 +216,7 @@ TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
 _LONG, _SHORT = 12, 5  # tokens
 
 
-def check_padding(policy: Policy, *, dtype: str) -> None:
+def check_padding(policy: HfModel, *, dtype: str) -> None:
     """Compares log-probs of two sequences of different lengths with those without padding and cache.
 
     Raises: ConfigError when they differ by more than `TOLERANCE`.

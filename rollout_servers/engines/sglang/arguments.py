@@ -31,7 +31,7 @@ _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('s
 
 def check_settings(settings: EngineSettings) -> None:
     """Raises: ConfigError for settings that SGLang does not support."""
-    if settings.weights.keep_stale_kv:
+    if settings.config.weights.keep_stale_kv:
         raise ConfigError(
             "weights.keep_stale_kv=true: SGLang would share prefixes computed under the old weights with new requests, "
             "whose log-probs would belong to no version; set it to false, or rollout.engine.name=vllm"
@@ -46,7 +46,7 @@ def check_settings(settings: EngineSettings) -> None:
 
 def require_one(settings: EngineSettings, options: Sequence[str], reason: str) -> None:
     """Raises: ConfigError when an option of one of these names asks for more than one."""
-    for option, value in settings.engine.options.items():
+    for option, value in settings.config.rollout.engine.options.items():
         if option.replace("-", "_") in options and str(value) not in ("1", "None"):
             raise ConfigError(f"rollout.engine.options.{option}={value}: {reason}")
 
@@ -103,17 +103,17 @@ def start_command(settings: EngineSettings, architecture: PretrainedConfig, *, p
         port=port,
         # Not /health, which hangs while generation is paused.
         health=INFO,
-        console=settings.logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
+        console=settings.config.paths.logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
     )
 
 
 def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *, gpu: bool) -> dict[str, Any]:
     """SGLang's server arguments: plain values, by their names in ServerArgs."""
-    engine = settings.engine
+    engine = settings.config.rollout.engine
     arguments: dict[str, Any] = {
         "model_path": str(settings.model),
-        "dtype": settings.dtype,
-        "random_seed": settings.seed,
+        "dtype": settings.config.model.dtype_here,
+        "random_seed": settings.config.run.seed,
         "context_length": engine.max_model_len + CONTEXT_MARGIN,
         "max_running_requests": engine.max_sequences,
         "weight_version": "0",
@@ -125,11 +125,11 @@ def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *
         "sleep_on_idle": True,
         "log_level": "warning",
     }
-    if settings.lora is not None:
-        targets = settings.lora.targets
+    if settings.config.model.lora is not None:
+        targets = settings.config.model.lora.targets
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": settings.lora.rank,
+            "max_lora_rank": settings.config.model.lora.rank,
             "lora_target_modules": ["all"] if isinstance(targets, str) else targets,
             # The one before, until its requests have ended.
             "max_loras_per_batch": 2,
@@ -137,11 +137,11 @@ def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *
         }
         if not gpu:
             arguments["lora_backend"] = "torch_native"
-    if settings.return_experts:
+    if settings.config.learner.router_replay:
         arguments["enable_return_routed_experts"] = True
     if engine.kv_cache_bytes is not None or not gpu:
         cache_bytes = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, settings.dtype)
+        arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, settings.config.model.dtype_here)
     if not gpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
     return arguments | engine.options

@@ -64,12 +64,12 @@ class SglangEngine(BaseEngine):
     name = "sglang"
 
     def __init__(self, server: ServerProcess, settings: EngineSettings, limits: PromptLimits, tensors: Tensors) -> None:
-        super().__init__(settings.generation, adapts=settings.lora is not None)
+        super().__init__(settings.generation, adapts=settings.config.model.lora is not None)
         self.server = server
         self._client = server.client
-        self._calls = Calls(server, update_deadline_s=settings.weights.deadline_s)
+        self._calls = Calls(server, update_deadline_s=settings.config.weights.deadline_s)
         self._pause = Pause(server, self._calls)
-        self._run = settings.run
+        self._run = settings.config.run.name
         self._limits = limits
         self._tensors = tensors
         self._numbers = itertools.count()
@@ -84,24 +84,24 @@ class SglangEngine(BaseEngine):
         start within `rollout.engine.start_deadline_s`, or has no room for a whole context.
         """
         check_settings(settings)
-        python = await interpreter(settings.engine.python)
+        python = await interpreter(settings.config.rollout.engine.python)
         with without_remote_code(settings.model):
             architecture = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        text, context = architecture.get_text_config(decoder=True), settings.engine.max_model_len
+        text, context = architecture.get_text_config(decoder=True), settings.config.rollout.engine.max_model_len
         check_positions(context, text, settings.model)  # SGLang crashes on the first answer that is too long
         gpu = torch.cuda.is_available()
         nccl = uses_nccl(settings, gpu=gpu)
-        experts = expert_reader(architecture) if settings.return_experts else None
+        experts = expert_reader(architecture) if settings.config.learner.router_replay else None
         command = start_command(settings, text, python=python, gpu=gpu)
         tensors = Tensors.of(architecture)
-        server = await ServerProcess.start(command, deadline_s=settings.engine.start_deadline_s)
+        server = await ServerProcess.start(command, deadline_s=settings.config.rollout.engine.start_deadline_s)
         engine = cls(server, settings, PromptLimits(vocabulary=text.vocab_size, context=context), tensors)
         engine._experts = experts
         try:
             info = server_info(await engine._calls.get(INFO))
             engine._check_room(info)
-            if nccl and settings.engine.direct is not None:
-                engine.direct = DirectTransport(settings.engine.direct, info.tp_size)
+            if nccl and settings.config.rollout.engine.direct is not None:
+                engine.direct = DirectTransport(settings.config.rollout.engine.direct, info.tp_size)
                 engine._transfer = SglangTransfer(engine._calls, engine._pause, tensors, workers=info.tp_size)
         except (EngineError, asyncio.CancelledError):
             await engine.close()
@@ -159,9 +159,9 @@ class SglangEngine(BaseEngine):
         self._pause.in_flight.add(in_flight)
         try:
             async with self._calls.classified(), aborting, abort_on_error(abort):
-                patience_s = request.deadline_s + self._calls.deadline_s
+                timeout_s = request.deadline_s + self._calls.deadline_s
                 await all_or_none(
-                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=patience_s)
+                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=timeout_s)
                     for body, (_, draft) in zip(bodies, drafts.values(), strict=True)
                 )
                 return joined(Draft.completion)

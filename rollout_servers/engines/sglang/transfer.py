@@ -18,9 +18,8 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
+from slipstream.buffer.wire.weights.layout import Segment, SegmentError, tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.models.architecture import router_sizes
 from slipstream.models.state_dict import published_buffers, saved_parts
@@ -32,8 +31,8 @@ from slipstream.rollout_servers.engines.base import (
     ExpertReader,
     RequestRefused,
     UpdateFailed,
+    await_rendezvous,
 )
-from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
 from slipstream.rollout_servers.engines.sglang.protocol import whole
@@ -240,10 +239,10 @@ _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
-    if not settings.weights.direct:
+    if not settings.config.weights.direct:
         return False
     if not gpu:
-        transport = settings.weights.transport
+        transport = settings.config.weights.transport
         raise ConfigError(f"weights.transport={transport} needs a GPU here; set weights.transport=auto")
     require_one(
         settings,
@@ -268,7 +267,7 @@ class SglangTransfer:
         self._group = ""
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers. Raises: UpdateFailed, EngineError."""
         await await_rendezvous(group, ranks=self.workers)
         left, self._group = self._group, ""
         try:

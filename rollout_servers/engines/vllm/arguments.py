@@ -52,8 +52,8 @@ def has_gpu() -> bool:
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
     """True if weights may go straight into the engine's GPUs; adapters, which are small, go by host memory."""
-    possible = [transport.name for transport in settings.weights.possible]
-    return gpu and settings.lora is None and settings.engine.direct in possible
+    possible = [transport.name for transport in settings.config.weights.possible]
+    return gpu and settings.config.model.lora is None and settings.config.rollout.engine.direct in possible
 
 
 def prepare_environment(*, gpu: bool, return_experts: bool = False) -> None:
@@ -74,7 +74,7 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
 
     Raises: ConfigError when `rollout.engine.options` would change one that is relied on.
     """
-    engine = settings.engine
+    engine = settings.config.rollout.engine
     relied_on = _relied_on(settings)
     for option in relied_on.keys() & engine.options.keys():
         if engine.options[option] != relied_on[option]:
@@ -83,7 +83,7 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
                 f"{option}={relied_on[option]}; leave it out"
             )
     arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
+        "dtype": settings.config.model.dtype_here,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_sequences,
         "disable_log_stats": True,
@@ -97,7 +97,7 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
         if has_latent_attention(settings.model):
             # On a CPU with AMX vLLM chooses another kernel, whose weights can't be float32.
             arguments["attention_backend"] = "CPU_MLA"
-        if engine.max_model_len <= CPU_BLOCK_TOKENS and not settings.return_experts:
+        if engine.max_model_len <= CPU_BLOCK_TOKENS and not settings.config.learner.router_replay:
             # Only full blocks are shared, so nothing ever is; the search for them costs a tenth of a step.
             arguments["enable_prefix_caching"] = False
     return relied_on | arguments | engine.options
@@ -110,7 +110,7 @@ def _relied_on(settings: EngineSettings) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
-        "seed": settings.seed,
+        "seed": settings.config.run.seed,
         # Token ids in, token ids out: the engine never sees text. Only its processor of images has a tokenizer.
         "skip_tokenizer_init": not takes_images(settings.model),
         # Of the distribution that was sampled; the default ignores the temperature.
@@ -122,19 +122,19 @@ def _relied_on(settings: EngineSettings) -> dict[str, Any]:
         # An update empties the cache of one process and not that of the other, which then sends only an image's hash.
         arguments["mm_processor_cache_gb"] = 0
         arguments["limit_mm_per_prompt"] = {"image": MOST_IMAGES, "video": 0}
-    if settings.lora is not None:
+    if settings.config.model.lora is not None:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(rank for rank in _RANKS if rank >= settings.lora.rank),
-            "lora_dtype": getattr(torch, settings.dtype),  # vLLM takes no name of float32
+            "max_lora_rank": min(rank for rank in _RANKS if rank >= settings.config.model.lora.rank),
+            "lora_dtype": getattr(torch, settings.config.model.dtype_here),  # vLLM takes no name of float32
         }
-    if settings.weights.keep_stale_kv:
+    if settings.config.weights.keep_stale_kv:
         # Blocks computed under old weights would be shared with requests under new ones. Otherwise each update drops
         # them, and sharing computes a group's prompt once.
         arguments["enable_prefix_caching"] = False
-    if settings.return_experts:
-        if settings.weights.keep_stale_kv:
+    if settings.config.learner.router_replay:
+        if settings.config.weights.keep_stale_kv:
             raise ConfigError(
                 "learner.router_replay: vLLM returns experts only with prefix caching, which "
                 "weights.keep_stale_kv=true turns off; set one of them to false"

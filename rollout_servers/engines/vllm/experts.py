@@ -29,7 +29,7 @@ if not torch.accelerator.is_available():
 
 def expert_layers(model: Any) -> list[int]:
     """Numbers of the layers that have experts."""
-    sources = (each for each in model.modules() if isinstance(each, MoERunner | RoutedExpertsCaptureSource))
+    sources = (module for module in model.modules() if isinstance(module, MoERunner | RoutedExpertsCaptureSource))
     return sorted({source.layer_id for source in sources})
 
 

@@ -200,15 +200,15 @@ class InlineEngine(VllmEngine):
     name = "vllm/inline"
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.generation, adapts=settings.lora is not None)
+        super().__init__(settings.generation, adapts=settings.config.model.lora is not None)
         self._arguments = engine_arguments(settings, gpu=has_gpu())
-        self._keep_stale_kv = settings.weights.keep_stale_kv
-        self._return_experts = settings.return_experts
+        self._keep_stale_kv = settings.config.weights.keep_stale_kv
+        self._return_experts = settings.config.learner.router_replay
         if self._keep_stale_kv:
             # Otherwise vLLM computes the next tokens already, and stamps them with the version after theirs.
             self._arguments["async_scheduling"] = False
         self._request_numbers = itertools.count()
-        self._thread = EngineThread("vLLM", self._loaded, deadline_s=2 * settings.weights.deadline_s)
+        self._thread = EngineThread("vLLM", self._loaded, deadline_s=2 * settings.config.weights.deadline_s)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -220,7 +220,7 @@ class InlineEngine(VllmEngine):
         _check(settings)
         _repair_llvmlite()
         engine = cls(settings)
-        await engine._thread.start(deadline_s=settings.engine.start_deadline_s)
+        await engine._thread.start(deadline_s=settings.config.rollout.engine.start_deadline_s)
         return engine
 
     @property
@@ -265,14 +265,14 @@ class InlineEngine(VllmEngine):
 
 def _check(settings: EngineSettings) -> None:
     """Raises: ConfigError for settings that this engine does not support."""
-    options = settings.engine.options
+    options = settings.config.rollout.engine.options
     for option in PARALLEL_OPTIONS:
         if options.get(option, 1) > 1:
             raise ConfigError(
                 f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}={options[option]}); "
                 "set rollout.engine.core=process"
             )
-    if settings.weights.keep_stale_kv and options.get("async_scheduling"):
+    if settings.config.weights.keep_stale_kv and options.get("async_scheduling"):
         raise ConfigError(
             "rollout.engine.core=inline can't determine the version of a token with weights.keep_stale_kv and "
             "rollout.engine.options.async_scheduling=true; leave that option out, or set rollout.engine.core=process"

@@ -29,8 +29,8 @@ from slipstream.rollout_servers.engines.base import (
     PromptImage,
     RequestRefused,
     UpdateFailed,
+    await_rendezvous,
 )
-from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.vllm.arguments import (
     BACKEND,
@@ -61,7 +61,7 @@ class NcclTransfer:
         return int(self._core.llm.vllm_config.parallel_config.world_size)
 
     async def join(self, group: Form) -> None:
-        """As `Engine.join`."""
+        """Enters a transfer group with all workers. Raises: UpdateFailed, EngineError."""
         self._joined = False
         unique_id = await await_rendezvous(group, ranks=self.workers)
         self._core.deadline_s = DEADLINES * group.deadline_s
@@ -133,16 +133,16 @@ class ProcessEngine(VllmEngine):
     shares_memory = True
 
     def __init__(self, llm: AsyncLLM, settings: EngineSettings, *, nccl: bool) -> None:
-        super().__init__(settings.generation, adapts=settings.lora is not None)
+        super().__init__(settings.generation, adapts=settings.config.model.lora is not None)
         self._llm = llm
-        self._core = Core(llm, deadline_s=2 * settings.weights.deadline_s)
-        self._keep_stale_kv = settings.weights.keep_stale_kv
+        self._core = Core(llm, deadline_s=2 * settings.config.weights.deadline_s)
+        self._keep_stale_kv = settings.config.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
         self._adapter = adapter_request(llm.vllm_config)
         self._request_numbers = itertools.count()
         self._transfer = NcclTransfer(self._core, keep_stale_kv=self._keep_stale_kv) if nccl else None
-        if self._transfer is not None and settings.engine.direct is not None:
-            self.direct = DirectTransport(settings.engine.direct, self._transfer.workers)
+        if self._transfer is not None and settings.config.rollout.engine.direct is not None:
+            self.direct = DirectTransport(settings.config.rollout.engine.direct, self._transfer.workers)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -152,10 +152,10 @@ class ProcessEngine(VllmEngine):
         `rollout.engine.start_deadline_s`.
         """
         gpu = has_gpu()
-        if settings.weights.direct and not gpu:
-            transport = settings.weights.transport
+        if settings.config.weights.direct and not gpu:
+            transport = settings.config.weights.transport
             raise ConfigError(f"weights.transport={transport} needs a GPU here; set weights.transport=auto")
-        if settings.engine.options.get("data_parallel_size", 1) > 1:
+        if settings.config.rollout.engine.options.get("data_parallel_size", 1) > 1:
             raise ConfigError(
                 "rollout.engine.core=process does not do data parallelism (rollout.engine.options."
                 "data_parallel_size); start more rollout servers instead"
@@ -165,13 +165,13 @@ class ProcessEngine(VllmEngine):
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKEND)
         claim_children()
-        llm = await load(arguments, deadline_s=settings.engine.start_deadline_s)
+        llm = await load(arguments, deadline_s=settings.config.rollout.engine.start_deadline_s)
         engine = cls(llm, settings, nccl=nccl)
         try:
             await engine._core.set_version(0)
             if engine._adapter is not None:
                 await engine._core.rpc("add_adapter")
-            if settings.return_experts:
+            if settings.config.learner.router_replay:
                 layers: list[list[int]] = await engine._core.rpc("return_experts")
                 engine.experts = reader_of(llm.model_config, layers[0])
         except (EngineError, ConfigError, asyncio.CancelledError):

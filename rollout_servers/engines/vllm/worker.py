@@ -16,22 +16,24 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.platforms.cpu import CpuPlatform
 
 from slipstream.buffer.wire.weights.layout import layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
 from slipstream.models.tensors import typed_view
-from slipstream.rollout_servers.engines.vllm.adapter import use_one_adapter
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
 
@@ -311,6 +313,44 @@ def end_with_server() -> None:
     if server != os.getpid() and starter is not None:
         # With tensor parallelism the starter is the core; without, this process is the core.
         die_with(server, starter=starter.pid if starter.pid != server else None)
+
+
+class OneAdapter(PunicaWrapperCPU):
+    """Adds the adapter in slot 0 by two matrix products for each slice: all requests have the same adapter.
+
+    vLLM's own operations gather a copy of A and B for every token, which for a prompt of some hundred tokens takes
+    longer than the model itself.
+    """
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        """Adds scale * x A^T B^T to the slices of y.
+
+        Args:
+            y: shape [N, sum of O], changed in place.
+            x: shape [N, I]: N tokens, I inputs; O outputs of a slice and R ranks below.
+            lora_a_stacked: for each slice, shape [slots, 1, R, I].
+            lora_b_stacked: for each slice, shape [slots, 1, O, R].
+        """
+        start = 0
+        for a_RI, b_OR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            states_NR = functional.linear(x, a_RI[0, 0]).to(y.dtype)
+            y[:, start : start + width].addmm_(states_NR, b_OR[0, 0].T.to(y.dtype), alpha=scale)
+            start += width
+
+
+def use_one_adapter() -> None:
+    """Makes models that vLLM loads on a CPU from now on use `OneAdapter`."""
+    name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
+    CpuPlatform.get_punica_wrapper = classmethod(lambda _: name)  # type: ignore[method-assign, assignment]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CompleteNccl)

@@ -7,8 +7,8 @@ import pytest
 import redis
 import structlog
 
-from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.store.scripts import group_key
+from slipstream.buffer.client import GroupReader
+from slipstream.buffer.store.redis import group_key
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError, StoppedError

@@ -10,7 +10,7 @@ import pytest
 import structlog
 import zmq
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.configs import RunConfig
@@ -70,7 +70,7 @@ def test_unresolvable_buffer_is_named(make_config: MakeConfig) -> None:
 
 def test_wait_for_buffer_is_logged(client: BufferClient, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.configs.runtime.logging.WAIT_LOG_AFTER_S", 0.0)
-    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.02)
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.02)
     with structlog.testing.capture_logs() as logs, pytest.raises(DeadlineError):
         client.state()
     assert [(line["event"], line["address"], line["request"]) for line in logs] == [
@@ -101,7 +101,7 @@ def test_known_buffer_is_waited_for_until_give_up(
 def test_stopping_client_waits_briefly(
     config: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.STOPPING_REPLY_S", 0.1)
     stopping = threading.Event()
     with closing(BufferClient(config, "learner", is_stopping=stopping.is_set)) as client:
         answer_once(client, buffer)
@@ -181,7 +181,7 @@ async def test_requests_of_whole_run(make_config: MakeConfig) -> None:
 async def test_unanswered_request_is_resent(
     client: BufferClient, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.01)
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.01)
     with pytest.raises(DeadlineError):
         client.state()
     _, first = buffer.recv_multipart()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, EvalSliceResult, IngestSettings, admit, inspect
+from slipstream.buffer.handlers.inspection import Dropped, EvalSliceResult, Inspector
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.buffer.wire.messages import (
@@ -40,13 +40,13 @@ def run(
 
 
 def stored(group: Group, config: RunConfig) -> DeliveredGroup:
-    found = admit(group, encode(group), IngestSettings.from_config(config))
+    found = Inspector(config).admit(group, encode(group))
     assert isinstance(found, DeliveredGroup)
     return found
 
 
 def dropped(group: Group, config: RunConfig) -> Dropped:
-    found = admit(group, encode(group), IngestSettings.from_config(config))
+    found = Inspector(config).admit(group, encode(group))
     assert isinstance(found, Dropped)
     return found
 
@@ -109,7 +109,7 @@ def test_eval_group_has_estimates_of_its_answered_tasks(tmp_path: Path) -> None:
         id="e0-5", kind=EVAL, epoch=0, indices=[5, 6, 7], trajectories=[answers[0], *answers], missing=4,
         failures={"superseded": 1},
     )  # fmt: skip
-    found = inspect("e0-5", encode(group), IngestSettings.from_config(run(tmp_path, eval_samples=4))).found
+    found = Inspector(run(tmp_path, eval_samples=4)).inspect("e0-5", encode(group)).result
     assert isinstance(found, EvalSliceResult)
     assert (found.work, found.failures) == (EvalSlice("e0-5", first=5, tasks=3), {"superseded": 1})
     # (sum, sum of squares) over the two tasks: means 0.25 and 0.75, best 1 and 1, majority 0 and 1

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.handlers.fleet import GRACE_S, Fleet, FleetSettings
+from slipstream.buffer.handlers.fleet import GRACE_S, Fleet
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
@@ -89,14 +88,16 @@ class Harness:
     """Servers of these versions, and what was sent to them."""
 
     def __init__(
-        self, config: RunConfig, ledger: FakeLedger, versions: Mapping[str, int | None], *, capacity: float = 1e6
+        self, config: RunConfig, ledger: FakeLedger, versions: Mapping[str, int | None], *, capacity: int = 10**6
     ) -> None:
         self.ledger = ledger
         self.sent: dict[str, int] = dict.fromkeys(versions, 0)
         self.tickets: list[m.Ticket] = []
         self.eval_drained: list[tuple[bytes, int]] = []
-        settings = replace(FleetSettings.from_config(config), capacity=capacity)
-        self.fleet = Fleet(settings, ledger, self._send, MemoryGuard())  # type: ignore[arg-type]
+        learner = config.learner.model_copy(update={"groups_per_step": capacity})
+        buffer = config.buffer.model_copy(update={"max_staleness": 0})
+        self.config = config.model_copy(update={"learner": learner, "buffer": buffer})
+        self.fleet = Fleet(self.config, ledger, self._send, MemoryGuard())  # type: ignore[arg-type]
         for name, version in versions.items():
             self.join(name, version)
 

@@ -5,7 +5,6 @@ import math
 import re
 import tracemalloc
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.buffer.handlers.group_checks import GroupLimits, InvalidGroupError, check_group
+from slipstream.buffer.handlers.inspection import InvalidGroupError, check_group
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, encode
 from slipstream.buffer.wire.messages import (
     EVAL,
@@ -25,12 +24,18 @@ from slipstream.buffer.wire.messages import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.configs.schema.rollout import RolloutConfig
 from tests.buffer.groups import train_group, trajectory
 
-LIMITS = GroupLimits(
-    episodes=2, fewest_episodes=2, eval_samples=1, answer_tokens=4, episode_tokens=6, context_tokens=10
+LIMITS = RolloutConfig.model_validate(
+    {
+        "group_size": 2,
+        "sampling": {"max_tokens": 4},
+        "episode": {"tokens": 6},
+        "engine": {"max_model_len": 10},
+    }
 )
-check = partial(check_group, limits=LIMITS)
+check = partial(check_group, rollout=LIMITS, eval_samples=1)
 
 
 def with_logprob(value: float) -> Group:
@@ -162,10 +167,10 @@ def test_eval_group_is_checked(versions: tuple[int, int], missing: int, failed: 
         check("e3-0", encode(group))
 
 
-def refusal(group: Group, limits: GroupLimits = LIMITS) -> str | None:
+def refusal(group: Group, limits: RolloutConfig = LIMITS) -> str | None:
     """The reason to refuse a group; None for one that is accepted."""
     try:
-        check_group(group.id, encode(group), limits)
+        check_group(group.id, encode(group), limits, eval_samples=1)
     except FrameError as error:
         return error.reason
     return None
@@ -223,14 +228,14 @@ def test_lengths_of_answers_episodes_and_contexts_are_bounded(parts: list[str], 
     [(4, 0, True), (3, 1, True), (2, 2, False), (3, 0, False), (4, 1, False), (5, 0, False), (1, 3, False)],
 )
 def test_number_of_episodes_must_be_the_tickets(episodes: int, missing: int, accepted: bool) -> None:
-    limits = replace(LIMITS, episodes=4, fewest_episodes=3)
+    limits = LIMITS.model_copy(update={"group_size": 4, "min_episodes": 3})
     answers = [part for number in range(episodes) for part in episode("pa", "pa", number=number)]
     group = msgspec.structs.replace(train_group("1"), trajectories=answers, missing=missing)
     assert refusal(group, limits) == (None if accepted else "wrong_episodes")
 
 
 def test_lost_episode_has_at_most_the_tokens_of_an_episode() -> None:
-    limits = replace(LIMITS, episodes=3)
+    limits = LIMITS.model_copy(update={"group_size": 3})
     for tokens, reason in ((6, None), (7, "answer_too_long")):
         group = msgspec.structs.replace(train_group("1"), missing=1, lost={"reward_error": [tokens]})
         assert refusal(group, limits) == reason

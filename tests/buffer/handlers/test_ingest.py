@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, inspect
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.handlers.peers import MalformedCounter
+from slipstream.buffer.handlers.rollout import Ingest
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
@@ -31,10 +32,10 @@ class FakeLedger:
     async def places(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(ids, (0, 0))
 
-    async def record_failure(self, ticket_id: str, *, reason: str, patience: int) -> str:
+    async def record_failure(self, ticket_id: str, *, reason: str, ignored_failures: int) -> str:
         return "void"
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
         return "again"
 
 
@@ -47,7 +48,7 @@ class Harness:
         self.malformed = MalformedCounter()
         self.returned: list[tuple[bytes, int]] = []
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
-        self._settings = IngestSettings.from_config(config)
+        self._inspector = Inspector(config)
 
     def task(self, epoch: int, position: int, *, train_tasks: int) -> int:
         return position
@@ -63,7 +64,7 @@ class Harness:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
         await self.ingest.take(
             peer,
-            [inspect(group_id, frame, self._settings) for group_id, frame in frames.items()],
+            [self._inspector.inspect(group_id, frame) for group_id, frame in frames.items()],
             vocab_size=32,
             train_tasks=10,
         )
@@ -88,7 +89,7 @@ async def test_deliveries_are_stored_together(harness: Harness) -> None:
 async def test_full_batch_is_stored_at_once(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(f"slipstream.buffer.handlers.ingest.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"slipstream.buffer.handlers.rollout.{limit[0]}", limit[1])
     for group_id in "12345":
         await harness.take(b"r0", group_id)
     assert harness.ledger.deliveries == [["1", "2"], ["3", "4"]]

@@ -9,9 +9,9 @@ import structlog
 from redis.asyncio import Redis
 
 from slipstream.buffer.cli import serve
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError

@@ -8,7 +8,7 @@ from redis.exceptions import OutOfMemoryError
 from slipstream.buffer.handlers.learner import LeaseQueue
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import (
-    Lease,
+    LeasedGroups,
     NotCurrentLearnerError,
     SpilledGroupsError,
     SupersededError,
@@ -26,14 +26,14 @@ class FakeLedger:
         self.refusal: NotCurrentLearnerError | None = None
         self.spilled: list[str] = []
 
-    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str) -> Lease | None:
+    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str) -> LeasedGroups | None:
         assert learner == "a1"
         self.during()
         if self.refusal is not None:
             raise self.refusal
         if self.spilled:
             raise SpilledGroupsError(self.spilled)
-        return Lease([f"{step}"] * count, [1.0] * count, consuming_version, [0]) if self.ready else None
+        return LeasedGroups([f"{step}"] * count, [1.0] * count, consuming_version, [0]) if self.ready else None
 
 
 class FakeSpiller:

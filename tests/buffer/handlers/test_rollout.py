@@ -11,11 +11,10 @@ from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
 from slipstream.buffer.handlers import fleet as fleet_module
-from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
+from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import Outage
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import Outage, run_prefix
 from slipstream.buffer.store.types import SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -261,7 +260,7 @@ async def test_failed_slice_is_reissued(server: Peer, service: BufferService, ma
     await server.receive(m.Welcome)
     (first,) = await start_evaluation(server, service)
     if malformed:
-        for attempt in range(MALFORMED_PATIENCE + 1):
+        for attempt in range(MALFORMED_RETRIES + 1):
             if attempt:
                 assert (await server.receive(m.Acknowledge)).outcomes == {first.id: m.AGAIN}
             await server.send(m.Deliver(ids=[first.id]), b"garbage")

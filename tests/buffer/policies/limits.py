@@ -1,6 +1,6 @@
 """The limiter's rule in Python: the reference for the scripts that lease and issue."""
 
-from slipstream.buffer.policies.limiter import Bounds
+from slipstream.buffer.policies.admission import Bounds
 
 ROUNDING = 1e-6
 

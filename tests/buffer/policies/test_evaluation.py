@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from slipstream.buffer.policies.evaluation import estimate, estimates, tally, task_scores
+from slipstream.buffer.policies.statistics import estimate, estimates, tally, task_scores
 
 
 def test_one_answer_per_task_has_a_mean_only() -> None:

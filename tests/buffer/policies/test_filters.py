@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.filters import Episode, Outcome, Verdict, apply_filters, group_outcome
+from slipstream.buffer.policies.filters import EpisodeFacts, Outcome, Verdict, apply_filters, group_outcome
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
@@ -15,7 +15,7 @@ BEST = FiltrationConfig(name="pf_ppo", strategy="best_of_n", keep=3)
 
 answer_lists = st.lists(
     st.builds(
-        Episode,
+        EpisodeFacts,
         tokens=st.integers(0, 20),
         reward=st.sampled_from([0.0, 0.5, 1.0]),
         scores=st.just({}),
@@ -32,9 +32,9 @@ filter_lists: st.SearchStrategy[list[Filter]] = st.lists(
 
 def answers(
     *rewards: float, tokens: tuple[int, ...] = (), truncated: tuple[int, ...] = (), right: tuple[int, ...] = ()
-) -> list[Episode]:
+) -> list[EpisodeFacts]:
     return [
-        Episode(
+        EpisodeFacts(
             tokens=tokens[index] if tokens else 5,
             reward=reward,
             scores={"exact_match": float(index in right)},
@@ -44,7 +44,7 @@ def answers(
     ]
 
 
-def verdict(group: list[Episode], *filters: Filter, seed: int = 0) -> Verdict:
+def verdict(group: list[EpisodeFacts], *filters: Filter, seed: int = 0) -> Verdict:
     return apply_filters(group, filters, np.random.default_rng(seed))
 
 
@@ -56,7 +56,7 @@ def test_episodes_are_kept(rewards: tuple[float, ...], filters: list[Filter], ou
 
 
 @given(group=answer_lists, filters=filter_lists, seed=st.integers(0, 100))
-def test_episodes_are_kept_or_dropped_once(group: list[Episode], filters: list[Filter], seed: int) -> None:
+def test_episodes_are_kept_or_dropped_once(group: list[EpisodeFacts], filters: list[Filter], seed: int) -> None:
     result = verdict(group, *filters, seed=seed)
     dropped = [index for index, _ in result.dropped]
     assert sorted({*result.keep, *dropped}) == list(range(len(group)))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.pf_ppo import Strategy, filtrate, r_squared, rank_weights, strategy_fit
+from slipstream.buffer.policies.filters import Strategy, filtrate, rank_weights
+from slipstream.tools.ledger.filtration_report import r_squared, strategy_fit
 
 STRATEGIES: tuple[Strategy, ...] = ("best_of_n", "best_random", "best_worst", "pow")
 finite = st.floats(-1e300, 1e300)

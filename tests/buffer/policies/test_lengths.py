@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.lengths import bucket, histogram, ks_distance
+from slipstream.buffer.policies.statistics import bucket, histogram, ks_distance
 
 lengths = st.integers(0, 2**24)
 length_lists = st.lists(lengths, min_size=1, max_size=40)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.limiter import Bounds, bounds
+from slipstream.buffer.policies.admission import Bounds, bounds
 from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
 from tests.buffer.policies.limits import may_insert, may_lease
 

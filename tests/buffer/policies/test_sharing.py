@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.sharing import Candidate, Throughput, share_room, ticket_limit
+from slipstream.buffer.policies.admission import Candidate, Throughput, share_room, ticket_limit
 
 candidates = st.builds(Candidate, held=st.integers(0, 9), limit=st.integers(0, 9), room=st.integers(0, 30))
 

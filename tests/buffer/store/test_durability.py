@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.server_checks import require_durable
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig

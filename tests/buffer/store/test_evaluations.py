@@ -9,10 +9,10 @@ from redis.exceptions import ResponseError
 
 from slipstream.buffer.store.evaluations import EVAL_RETRIES, MOST_EVAL_TASKS
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.redis import group_key, run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from slipstream.buffer.wire import messages as m
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, RULES, heartbeat, issue, ruled, states
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, heartbeat, issue, ledger, ruled, states
 
 ALL = 10**6
 """A share that no evaluation exceeds."""
@@ -21,9 +21,9 @@ ALL = 10**6
 @pytest.fixture
 async def store(redis: Redis, run_name: str) -> Ledger:
     """A ledger in which version 3 is under evaluation."""
-    ledger = Ledger(redis, run_name, RULES)
-    await ledger.publish(3, evaluate=True)
-    return ledger
+    store = ledger(redis, run_name)
+    await store.publish(3, evaluate=True)
+    return store
 
 
 async def report(store: Ledger) -> m.EvalReport:
@@ -65,8 +65,8 @@ async def answer(
     )
 
 
-async def fail(store: Ledger, work: EvalSlice, *, patience: int = 0) -> str:
-    return await store.evaluations.record_failure(work.id, reason="env_error", patience=patience)
+async def fail(store: Ledger, work: EvalSlice, *, ignored_failures: int = 0) -> str:
+    return await store.evaluations.record_failure(work.id, reason="env_error", ignored_failures=ignored_failures)
 
 
 async def test_eval_tasks_are_issued_once(store: Ledger) -> None:
@@ -131,8 +131,8 @@ async def test_expired_slice_is_reissued(store: Ledger) -> None:
 
 async def test_failed_slice_is_reissued(store: Ledger) -> None:
     _, (bad, _) = await evaluate(store, 2 * MOST_EVAL_TASKS)
-    assert await fail(store, bad, patience=1) == "again"
-    assert await fail(store, bad, patience=1) == "filtered"
+    assert await fail(store, bad, ignored_failures=1) == "again"
+    assert await fail(store, bad, ignored_failures=1) == "filtered"
     assert await fail(store, bad) == "void"
     assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [EvalSlice("e3-0-2", 0, MOST_EVAL_TASKS)])
 

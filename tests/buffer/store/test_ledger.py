@@ -9,13 +9,11 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import set_all
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.redis import group_key, run_prefix, set_all
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
-    RULES,
     TRAIN_TASKS,
     counts,
     deliver,
@@ -25,6 +23,7 @@ from tests.buffer.ledger import (
     issue,
     lease,
     leased,
+    ledger,
     ready,
     ruled,
     states,
@@ -258,7 +257,7 @@ async def test_finished_run_continues_after_restart(store: Ledger) -> None:
 
 async def test_runs_are_isolated(store: Ledger, redis: Redis, run_name: str) -> None:
     await ready(store, 2)
-    other = Ledger(redis, f"{run_name}.other", RULES)
+    other = ledger(redis, f"{run_name}.other")
     assert await counts(other) == LedgerCounts()
     assert (await other.version(), (await other.snapshot()).evaluating) == (0, None)
     assert await lease(other, 0, 1) == []

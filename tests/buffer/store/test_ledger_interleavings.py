@@ -6,7 +6,6 @@ After every operation the real ledger must match a model in Python and pass its 
 import asyncio
 import itertools
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,13 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.spill import Spiller, SpillFolder
 from slipstream.buffer.store.types import SpilledGroupsError
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
-    RULES,
     TRAIN_TASKS,
     counts,
     deliver,
@@ -39,6 +36,7 @@ from tests.buffer.ledger import (
     heartbeat,
     issue,
     lease,
+    ledger,
     tickets_of,
 )
 from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
@@ -66,8 +64,7 @@ class Interleavings(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.run = f"{self.run_name}-{next(self.numbers)}"
         self.redis = Redis.from_url(self.redis_url)
-        rules = replace(RULES, max_uses=self.max_uses, groups_per_step=PER_STEP, spill_bytes=0)
-        self.store = Ledger(self.redis, self.run, rules)
+        self.store = ledger(self.redis, self.run, max_uses=self.max_uses, groups_per_step=PER_STEP, spill_bytes=0)
         folder = SpillFolder(self.spill_root / self.run)
         self.spiller = Spiller(self.store.scripts, folder, spill_bytes=0)
         self.reader = LedgerReader(self.redis, self.run, folder)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.store.redis import run_prefix
+from slipstream.buffer.store.types import LeasedGroups
 from tests.buffer.ledger import counts, deliver, group, issue, ruled
 
 PER_STEP = 4
@@ -30,7 +30,7 @@ async def fill(store: Ledger, version: int) -> list[str]:
     return ids
 
 
-async def step(store: Ledger, number: int, version: int) -> Lease:
+async def step(store: Ledger, number: int, version: int) -> LeasedGroups:
     """Trains on the groups that wait, and publishes the next version, with which servers generate."""
     lease = await store.lease(number, consuming_version=version, count=PER_STEP)
     assert lease is not None
@@ -40,7 +40,7 @@ async def step(store: Ledger, number: int, version: int) -> Lease:
     return lease
 
 
-async def trained_run(store: Ledger, steps: int) -> list[Lease]:
+async def trained_run(store: Ledger, steps: int) -> list[LeasedGroups]:
     """A run of so many steps with full staleness: what is generated waits for MAX_STALENESS steps."""
     await store.publish(0, evaluate=False)
     await fill(store, 0)

@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from slipstream.buffer.policies.limiter import Bounds, bounds
+from slipstream.buffer.policies.admission import bounds
 from slipstream.buffer.policies.sampling import Order, order
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import Lease, TicketRequest
+from slipstream.buffer.store.redis import run_prefix
+from slipstream.buffer.store.types import LeasedGroups, TicketRequest
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import LimiterConfig, SamplerConfig, smallest_tolerance
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.ledger import (
-    RULES,
     TRAIN_TASKS,
     counts,
     deliver,
@@ -30,6 +28,7 @@ from tests.buffer.ledger import (
     issue,
     lease,
     leased,
+    ledger,
     ready,
     ruled,
     states,
@@ -94,13 +93,13 @@ async def test_group_is_reused_until_stale(store: Ledger) -> None:
 
 
 async def test_min_ready_delays_leases(store: Ledger) -> None:
-    limits = bounds(LimiterConfig(min_ready=3))
+    limiter = LimiterConfig(min_ready=3)
     ids = await ready(store, 2)
-    assert await lease(store, 0, 2, bounds=limits) == []
+    assert await lease(store, 0, 2, limiter=limiter) == []
     more = await ready(store, 1)
-    assert await lease(store, 0, 2, bounds=limits) == ids
+    assert await lease(store, 0, 2, limiter=limiter) == ids
     await store.train(0)
-    assert await lease(store, 1, 1, bounds=limits) == more, "groups count after their use too"
+    assert await lease(store, 1, 1, limiter=limiter) == more, "groups count after their use too"
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,20 +121,21 @@ def test_scripts_match_limiter(redis_url: str, ratio: float, spare: float, opera
 async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operations: list[tuple[str, int]]) -> None:
     """Does as operationed, and compares with the rule in Python each time."""
     least = smallest_tolerance(samples_per_insert=ratio, groups_per_step=2)
-    limits = bounds(LimiterConfig(samples_per_insert=ratio, tolerance=least + spare))
+    limiter = LimiterConfig(samples_per_insert=ratio, tolerance=least + spare)
+    limits = bounds(limiter)
     in_flight: list[str] = []
     uses: dict[str, int] = {}  # of the stored groups
     leases: list[list[str]] = []
     arrived = steps = 0
     async with Redis.from_url(redis_url) as redis:
-        store = Ledger(redis, uuid.uuid4().hex, RULES)
+        store = ledger(redis, uuid.uuid4().hex)
         for operation, count in operations:
             held = [id for of_step in leases for id in of_step]
             samples = sum(uses.values()) + len(held)
             match operation:
                 case "issue":
                     credits = len(in_flight) + count
-                    issued = await issue(store, credits, max_staleness=10**6, bounds=limits)
+                    issued = await issue(store, credits, max_staleness=10**6, limiter=limiter)
                     inserts = len(uses) + len(in_flight)
                     allowed = [
                         n for n in range(count + 1) if may_insert(limits, inserts=inserts, samples=samples, count=n)
@@ -148,7 +148,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operati
                     uses |= dict.fromkeys(some, 0)
                     arrived += len(some)
                 case "lease":
-                    got = await lease(store, steps + len(leases), 2, max_staleness=10**6, bounds=limits)
+                    got = await lease(store, steps + len(leases), 2, max_staleness=10**6, limiter=limiter)
                     due = may_lease(limits, arrived=arrived, inserts=len(uses), samples=samples, count=2)
                     assert bool(got) == (due and len(uses) - len(held) >= 2)
                     leases += [got] if got else []
@@ -162,39 +162,39 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operati
 
 
 async def test_groups_expired_by_lease_do_not_count(store: Ledger) -> None:
-    limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
+    limiter = LimiterConfig(samples_per_insert=1.0, min_ready=1)
     await ready(store, 2)
     await store.publish(1, evaluate=False)
     await ready(store, 1, oldest_version=1)
-    assert await lease(store, 0, 1, consuming_version=2, bounds=limits) == []
+    assert await lease(store, 0, 1, consuming_version=2, limiter=limiter) == []
     assert await states(store) == {"ready": 1, "expired": 2}
 
 
 @pytest.mark.parametrize(("ratio", "max_uses"), [(0.5, 1), (1.0, 2), (2.0, 4)])
 async def test_max_uses_above_ratio_does_not_deadlock(store: Ledger, ratio: float, max_uses: int) -> None:
-    limits = bounds(LimiterConfig(max_uses=max_uses, samples_per_insert=ratio, tolerance=2 * max(1.0, ratio)))
+    limiter = LimiterConfig(samples_per_insert=ratio, tolerance=2 * max(1.0, ratio))
     for step in range(20):
         got: list[str] = []
         while not got:
-            issued = await issue(store, 9, server_version=step, groups_per_version=2, bounds=limits)
+            issued = await issue(store, 9, server_version=step, groups_per_version=2, limiter=limiter)
             await deliver(store, [task.id for task in issued], oldest_version=step)
-            got = await lease(store, step, 2, consuming_version=step, groups_per_version=2, bounds=limits)
+            got = await lease(store, step, 2, consuming_version=step, groups_per_version=2, limiter=limiter)
             assert issued or got, f"deadlock at step {step}"
         await ruled(store, max_uses=max_uses).train(step)
         await store.publish(step + 1, evaluate=False)
 
 
 async def test_lease_waits_only_while_groups_may_come(store: Ledger) -> None:
-    limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4))
-    ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)]
+    limiter = LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4)
+    ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, limiter=limiter)]
     assert len(ids) == 3
     await deliver(store, ids[:2])
-    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == []
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, limiter=limiter) == []
     await fail(store, ids[2])
-    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == []
-    (last,) = await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, limiter=limiter) == []
+    (last,) = await issue(store, 9, max_staleness=0, groups_per_version=3, limiter=limiter)
     await deliver(store, [last.id])
-    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == ids[:2]
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, limiter=limiter) == ids[:2]
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def seeded(config: RunConfig, seed: int) -> RunConfig:
 
 async def reuse_keys(redis: Redis, config: RunConfig, weights: Sequence[float]) -> dict[str, float]:
     """Sampler keys of groups with these weights after their first use, in ascending order."""
-    ledger = Ledger.from_config(redis, config)
+    ledger = Ledger(redis, config)
     await ledger.join("r0", "first")
     request = TicketRequest("r0", version=0, credits=len(weights), tickets=len(weights))
     ids = [task.id for task in (await ledger.issue([request], train_tasks=TRAIN_TASKS))[0]]
@@ -260,8 +260,7 @@ RUNS, LEASES, LEASED = 300, 3, 4
 
 async def raced(redis: Redis, *, seed: int = 0, max_uses: int = 1) -> Ledger:
     """A ledger with tickets for groups of these spreads of rewards; a group's id is its place among the spreads + 1."""
-    rules = replace(RULES, max_staleness=100, importance_exponent=1.0, seed=seed, max_uses=max_uses)
-    store = Ledger(redis, uuid.uuid4().hex, rules)
+    store = ledger(redis, uuid.uuid4().hex, max_staleness=100, importance_exponent=1.0, seed=seed, max_uses=max_uses)
     assert len(await issue(store, len(SPREADS), max_staleness=100)) == len(SPREADS)
     return store
 
@@ -274,7 +273,7 @@ async def deliver_raced(store: Ledger, rng: np.random.Generator, places: Sequenc
     await store.deliver([group(str(place + 1), order=each) for place, each in zip(places, orders, strict=True)])
 
 
-async def drawn(store: Ledger, step: int, count: int) -> Lease:
+async def drawn(store: Ledger, step: int, count: int) -> LeasedGroups:
     found = await store.lease(step, consuming_version=0, count=count)
     assert found is not None
     return found

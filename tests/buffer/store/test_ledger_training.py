@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from tests.buffer.ledger import (
     AT_ONCE_S,

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from slipstream.buffer.store import spill
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.redis import group_key, run_prefix
 from slipstream.buffer.store.spill import Location, Spiller, SpillError, SpillFolder
 from slipstream.buffer.store.types import SpilledGroupsError
 from tests.buffer.ledger import counts, lease, leased, ready, ruled, states, trim
@@ -274,7 +274,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from slipstream.buffer.store import spill
-from slipstream.buffer.store.scripts import Scripts
+from slipstream.buffer.store.redis import Scripts
 from slipstream.configs.runtime import files
 
 url, run, folder, point = sys.argv[1:]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment, SegmentError, host_identity, sweep
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, SegmentError, host_identity, sweep
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from slipstream.buffer.wire.weights.shm import Segment
+from slipstream.buffer.wire.weights.layout import Segment
 os.getpid = lambda: 7  # as in two containers, each with a count of its own
 print(Segment(sys.argv[1], 10, folder=Path(sys.argv[2])).path, flush=True)
 sys.stdin.read()

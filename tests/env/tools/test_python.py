@@ -2,12 +2,12 @@
 
 import pytest
 
-from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import ToolConfig
 from slipstream.env.registry import build_tools
 from slipstream.env.tools import python
 from slipstream.env.tools.python import Python
 from slipstream.env.tools.schema import ToolUnavailable
+from slipstream.sandbox import SandboxUnavailable
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 

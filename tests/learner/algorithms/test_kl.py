@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema.learner import KlConfig, KlEstimator
-from slipstream.learner.algorithms.kl import KlCoefficient, kl_estimate
+from slipstream.learner.algorithms.divergence import KlCoefficient, kl_estimate
 from tests.learner.algorithms.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
 from slipstream.learner.algorithms.correction import correct
-from slipstream.learner.algorithms.mismatch import SUMS, mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.divergence import SUMS, mismatch_metrics, mismatch_sums
 from tests.learner.algorithms.golden import golden_log_ratio
 
 
@@ -15,7 +15,7 @@ def test_normalised_weights_have_mean_1_and_same_sample_size() -> None:
 
     def figures(*, normalise: bool) -> dict[str, float]:
         weights_BT = correct(log_ratio_BT, mask_BT, CorrectionConfig(normalise=normalise)).importance_weights_BT
-        return mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
+        return mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
 
     plain, normalised = figures(normalise=False), figures(normalise=True)
     assert normalised["weight_mean"] == pytest.approx(1.0)
@@ -43,6 +43,6 @@ def test_sums_of_parts_add_up() -> None:
     ids=["on policy", "all weights 0"],
 )
 def test_figures_at_extremes(log_ratio_BT: Tensor, weights_BT: Tensor, expected: dict[str, float]) -> None:
-    figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, torch.ones(2, 3)))
+    figures = mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, torch.ones(2, 3)))
     assert figures | expected == figures
     assert all(figure < float("inf") for figure in figures.values())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.data.balance import Level, SequenceCost, first_fit, share_out, spread
-from slipstream.learner.data.buffer_feed import deal
+from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups, first_fit, spread
+from slipstream.learner.data.buffer_feed import partition_groups
 
 COST = SequenceCost(even_at=54_000)
 BUDGET = 32_768
@@ -56,7 +56,7 @@ def test_spread_covers_every_index_once(costs: list[float], bins: int) -> None:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 12))
 def test_level_micro_batches_keep_budget(tokens: list[int], wanted: int) -> None:
     least = len(first_fit(tokens, budget=60))
-    chosen = Level(max(wanted, least), COST).fill(tokens, budget=60)
+    chosen = MicroBatchPlan(max(wanted, least), COST).fill(tokens, budget=60)
     assert sorted(index for batch in chosen for index in batch) == list(range(len(tokens)))
     assert least <= len(chosen) <= max(wanted, least)
     for batch in chosen:
@@ -68,14 +68,14 @@ def test_level_micro_batches_keep_budget(tokens: list[int], wanted: int) -> None
 @pytest.mark.parametrize(("groups", "ranks"), [(64, 8), (32, 8), (512, 64)])
 def test_ranks_share_log_normal_lengths_by_cost(groups: int, ranks: int) -> None:
     lengths = groups_of_answers(groups)
-    dealt = [deal(groups, updates=1, rank=rank, world_size=ranks)[0] for rank in range(ranks)]
-    own = [[tokens for index in share for tokens in lengths[index]] for share in dealt]
+    assigned = [partition_groups(groups, updates=1, rank=rank, world_size=ranks)[0] for rank in range(ranks)]
+    own = [[tokens for index in share for tokens in lengths[index]] for share in assigned]
     total_before, slowest_before = imbalance(own, [first_fit(tokens, budget=BUDGET) for tokens in own])
-    shares, level = share_out(lengths, ranks, budget=BUDGET, cost=COST)
+    shares, plan = balance_groups(lengths, ranks, budget=BUDGET, cost=COST)
     own = [[tokens for index in share for tokens in lengths[index]] for share in shares]
-    batches = [level.fill(tokens, budget=BUDGET) for tokens in own]
+    batches = [plan.fill(tokens, budget=BUDGET) for tokens in own]
     total, slowest = imbalance(own, batches)
-    assert {len(of_rank) for of_rank in batches} == {level.micro_batches}
+    assert {len(of_rank) for of_rank in batches} == {plan.micro_batches}
     assert total < 1.05 < total_before
     assert slowest < slowest_before - 0.1
 

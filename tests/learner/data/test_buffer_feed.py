@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from structlog.testing import capture_logs
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
@@ -257,7 +257,7 @@ def test_stop_signal_of_rank_0_stops_both_ranks(server: RolloutServer, make_feed
 
 
 def test_stop_signal_ends_wait_for_absent_buffer(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.STOPPING_REPLY_S", 0.1)
     signals = GracefulStop()
     feed = make_feed(signals=signals)
     feed.prefetch(0, consuming_version=0)
@@ -282,7 +282,8 @@ def test_rank_without_lease_from_rank_0_gives_up(
     config: RunConfig, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = make_feed(1, 2, wait_deadline_s=0.1)
-    monkeypatch.setattr(feed, "_settings", replace(feed._settings, outage_deadline_s=0.1))
+    redis = config.redis.model_copy(update={"outage_deadline_s": 0.1})
+    monkeypatch.setattr(feed, "_config", feed._config.model_copy(update={"redis": redis}))
     feed.prefetch(3, consuming_version=0)
     with pytest.raises(DeadlineError, match=r"step 3.*rank 1"):
         take(feed)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask
+from slipstream.configs.schema.algorithms import ADVANTAGES
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups as EpisodeGroups
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo, reinforce
-from slipstream.learner.algorithms.registry import ADVANTAGES
 from slipstream.learner.data.rows import ActionBatch, build_rows
 from tests.learner.algorithms.advantages.batches import ARGUMENTS
 from tests.learner.recorded import trajectory
@@ -116,7 +116,7 @@ def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:
         logprobs_BT=rows.by_trajectory(logprobs_EL),
         proximal_logprobs_BT=rows.behaviour_logprobs_BT + 0.1 * rows.mask_BT,
         behaviour_logprobs_BT=rows.behaviour_logprobs_BT,
-        advantages_BT=rows.by_trajectory(ADVANTAGES[advantage](inputs_of(rows), **ARGUMENTS[advantage])),
+        advantages_BT=rows.by_trajectory(ADVANTAGES.load(advantage)(inputs_of(rows), **ARGUMENTS[advantage])),
         mask_BT=rows.mask_BT,
     )
     loss_BT = LOSSES[loss](inputs).loss_BT

@@ -15,9 +15,9 @@ from slipstream.configs import RunConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.metrics.trackers import JsonlTracker
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.weights.members import SyncMetrics
 from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
 from tests.learner.trainers.rl.loops import learner_that_continues, third_step
@@ -48,7 +48,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     learner = learner_that_continues(STEPS - 2, config, world)
     root = learner.loop.root
     assert root is not None
-    sync = SyncFigures(members=1)
+    sync = SyncMetrics(members=1)
     for figures in (sync.published_s, sync.stalls_s, sync.deviations):
         figures.append(0.1)
     learner.loop.reporter = root.reporter = RLReporter(

@@ -15,9 +15,8 @@ from slipstream.learner.metrics import reporter as reporter_module
 from slipstream.learner.metrics import rl_reporter as rl_reporter_module
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
-from slipstream.learner.metrics.trackers.base import Tracker
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.metrics.trackers import JsonlTracker, Tracker
+from slipstream.learner.weights.members import SyncMetrics
 from tests.full_disk import files_of_at_most
 from tests.learner.metrics.test_summary import STATE, step
 
@@ -26,7 +25,7 @@ def build_reporter(*trackers: Tracker) -> RLReporter:
     signal = SignalWatch(group_relative=True, fixed_length=False)
     return RLReporter(
         trackers,
-        SyncFigures(),
+        SyncMetrics(),
         steps=100,
         dtype="float32",
         signal=signal,
@@ -89,7 +88,7 @@ def test_server_rates_cover_window_or_one_long_step(
         # Busy, and generating, in proportion to the square of the time: the longer the window, the lower both.
         up_s = number * step_s
         server = ServerStatus(up_s=up_s, busy_s=up_s**2 / 1000, tokens_generated=round(1000 * up_s**2))
-        figures = reporter.rollout_figures(structs.replace(STATE, servers=[server]))
+        figures = reporter.rollout_metrics(structs.replace(STATE, servers=[server]))
         reporter.step_finished(number, figures, wait_s=0.2 * step_s, train_s=0.0, step_s=step_s)
         now += step_s
     tracker.close()

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus, State
 from slipstream.learner.metrics.summary import Metrics, read_records, summarise
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.metrics.trackers import JsonlTracker
 
 STATE = State(
     request=0,

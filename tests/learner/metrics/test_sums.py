@@ -8,8 +8,8 @@ import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.algorithms.objective import ActionFigures
-from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.algorithms.objective import ActionValues
+from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.parallel.mesh import World
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def sums_of(
     """Sums of one answer: its first action clipped, its second truncated, its last masked."""
     sums, actions = StepSums(CPU, reasons), len(target)
     marks_AT = torch.eye(actions)
-    figures = ActionFigures(
+    figures = ActionValues(
         target_BT=torch.tensor([target]),
         behaviour_BT=torch.tensor([behaviour]),
         initial_BT=torch.tensor([own]),
@@ -147,7 +147,7 @@ AGES = {0: 8, 3: 5, 4: 4, 5: 3, 6: 2}
 
 
 def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
-    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], [0, 1], [0, 0], AGES, world)
+    figures = trajectory_metrics([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], [0, 1], [0, 0], AGES, world)
     assert figures == {
         "reward": 0.5,
         "reward_std": 0.5,
@@ -170,30 +170,30 @@ def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
 
 def test_score_is_mean_over_trajectories_that_have_it(world: World) -> None:
     scores: list[dict[str, float]] = [{"old": 1.0, "kept": 0.5}, {"kept": 0.0, "new": 0.2}, {"kept": 0.1, "new": 0.4}]
-    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], [0, 1, 2], [0, 0, 0], AGES, world)
+    figures = trajectory_metrics([answer([(0, 2)], 0.0, each) for each in scores], [0, 1, 2], [0, 0, 0], AGES, world)
     found = {name: value for name, value in figures.items() if name.startswith("score/")}
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
 
 def test_groups_of_equal_rewards_have_no_spread(world: World) -> None:
     trajectories = [answer([(0, 2)], reward) for reward in (0.1, 0.1, 0.2, 0.3)]
-    figures = trajectory_figures(trajectories, [0, 1, 2, 3], [0, 0, 1, 1], AGES, world)
+    figures = trajectory_metrics(trajectories, [0, 1, 2, 3], [0, 0, 1, 1], AGES, world)
     assert figures["groups_without_spread"] == 0.5
     assert figures["reward_std"] == pytest.approx(0.0829156)  # of all episodes
-    alike = trajectory_figures(trajectories[:2], [0, 1], [0, 0], AGES, world)
+    alike = trajectory_metrics(trajectories[:2], [0, 1], [0, 0], AGES, world)
     assert alike["reward_std"] == 0
 
 
 def test_answers_at_token_limit_count_as_cut_off(world: World) -> None:
     ends = ["length", "stop", "stop", "stop"]
     trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
-    assert trajectory_figures(trajectories, [0, 1, 2, 3], [0, 0, 1, 1], AGES, world)["answers_cut_off"] == 0.25
+    assert trajectory_metrics(trajectories, [0, 1, 2, 3], [0, 0, 1, 1], AGES, world)["answers_cut_off"] == 0.25
 
 
 def test_episode_of_several_trajectories_counts_once(world: World) -> None:
     first = structs.replace(answer([(3, 2)], 1.0), finish_reason="length")
     trajectories = [first, answer([(4, 5)], 0.0), answer([(5, 4)], 1.0)]
-    figures = trajectory_figures(trajectories, [0, 1, 0], [0, 0], AGES, world)
+    figures = trajectory_metrics(trajectories, [0, 1, 0], [0, 0], AGES, world)
     expected = {"reward": 0.5, "score/digit_match": 1.0, "answer_tokens": 5.5, "answers_cut_off": 0.0}
     assert {name: figures[name] for name in expected} == expected
     assert figures["staleness_mean"] == 4.0, "staleness is one of trajectories"

@@ -16,9 +16,7 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.learner.metrics.trackers.base import Record, Tracker
-from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
-from slipstream.learner.metrics.trackers.registry import build_trackers
+from slipstream.learner.metrics.trackers import JsonlTracker, Record, Tracker, build_trackers
 from tests.full_disk import files_of_at_most
 
 STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
@@ -26,8 +24,8 @@ STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
 LOG_TO_SWANLAB = """
 import sys
 from slipstream.configs import RunConfig
-from slipstream.learner.metrics.trackers.base import Record
-from slipstream.learner.metrics.trackers.registry import build_trackers
+from slipstream.learner.metrics.trackers import Record
+from slipstream.learner.metrics.trackers import build_trackers
 config = RunConfig.model_validate_json(sys.argv[1])
 trackers = build_trackers(config.paths, config.tracking, run="tracked", recorded={})
 assert [type(tracker).__name__ for tracker in trackers] == ["JsonlTracker", "SwanlabTracker"]

@@ -31,7 +31,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.models.layers import decoder_of
 from slipstream.learner.models.load import load_model
-from slipstream.learner.models.moe import expert_figures, layout_of, prepare_experts, routers
+from slipstream.learner.models.moe import expert_metrics, layout_of, prepare_experts, routers
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -223,29 +223,29 @@ def test_routers_compute_in_fp32_under_bfloat16(world: World, moe_config: MakeCo
 
 def test_figures_of_the_load(world: World) -> None:
     model = build_experts()
-    assert expert_figures(torch.nn.Linear(2, 2), world) == {}
+    assert expert_metrics(torch.nn.Linear(2, 2), world) == {}
     prepare_experts(model, decoder_of(model).layers, replays=True)
     ids = torch.arange(8) % VOCABULARY
     with torch.no_grad():
         _, own_NMK = choices_of(model, ids)
-    assert expert_figures(model, world) == {}  # only passes with gradients count
+    assert expert_metrics(model, world) == {}  # only passes with gradients count
     choices_of(model, ids)
     loads = [torch.bincount(own_NMK[:, layer].flatten(), minlength=4).double() for layer in range(2)]
     expected = {
         "experts/load_max": pytest.approx(sum(float(load.max() / load.mean()) for load in loads) / 2),
         "experts/idle": pytest.approx(sum(float((load == 0).double().mean()) for load in loads) / 2),
     }
-    assert expert_figures(model, world) == expected
+    assert expert_metrics(model, world) == expected
     choices_of(model, torch.cat([ids, ids[:3]]), padding_tokens=3)
-    assert expert_figures(model, world) == expected
+    assert expert_metrics(model, world) == expected
     choices_of(model, torch.cat([ids, ids[:3]]))
-    assert expert_figures(model, world) != expected
+    assert expert_metrics(model, world) != expected
     given = own_NMK.flip(-1).clone()  # in another order: the same experts
     given[:2] = -1
     for layer in range(2):  # the two others
         given[7, layer] = torch.tensor([expert for expert in range(4) if expert not in own_NMK[7, layer]])
     choices_of(model, ids, routed_experts=given[None])
-    figures = expert_figures(model, world)
+    figures = expert_metrics(model, world)
     assert figures["experts/replayed"] == pytest.approx(6 / 8)
     assert 1 / 12 <= figures["experts/changed"] <= 2 / 12  # the second layer has other states
 

@@ -31,7 +31,8 @@ class NextToken(Trainer[list[MicroBatch]]):
         options = setup.read_options(Options)
         lines = options.path.read_text(encoding="utf-8").splitlines()
         return cls(
-            settings=setup.settings,
+            config=setup.config,
+            initial_model=setup.initial_model,
             world=setup.world,
             signals=setup.signals,
             reporter=setup.build_reporter(),
@@ -48,7 +49,7 @@ class NextToken(Trainer[list[MicroBatch]]):
         step, size = self.state.step, self.rows_per_step
         mine = range(step * size + self.world.data_rank, (step + 1) * size, self.world.data_size)
         rows = [self.rows[index % len(self.rows)] for index in mine]
-        return aligned(pack(rows, token_budget=self.settings.learner.token_budget), self.world)
+        return aligned(pack(rows, token_budget=self.config.learner.token_budget), self.world)
 
     def update(self, batch: list[MicroBatch]) -> dict[str, float]:
         tokens, loss = self.world.sum(torch.tensor(float(sum(each.actions for each in batch)))), torch.zeros(())

@@ -15,11 +15,11 @@ from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.data.packing import MicroBatch, all_actions
 from slipstream.learner.metrics.reporter import Reporter
-from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers import Record
 from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.setup import SingleModel, TrainerSettings
+from slipstream.learner.trainers.setup import SingleModel
 from tests.learner.recorded import VOCABULARY
 from tests.learner.trainers.next_token import NextToken
 
@@ -61,7 +61,8 @@ def trainer(config: RunConfig, world: World, *, stop_after: int = STEPS) -> Obse
     assert config.model.path is not None
     rng, tracker = np.random.default_rng(0), Records()
     return Observed(
-        settings=TrainerSettings.of(config, config.model.path),
+        config=config,
+        initial_model=config.model.path,
         world=world,
         reporter=Reporter([tracker], steps=STEPS, started=0.0),
         policy=SingleModel.load(config, config.model.path, world),

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from tests.conftest import free_port
 from tests.learner.weights.learner import Join, Learner
 from tests.learner.weights.member import Member

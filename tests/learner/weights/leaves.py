@@ -8,7 +8,7 @@ import sys
 
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
-from slipstream.learner.weights.transports.broadcast import GlooTransport
+from slipstream.learner.weights.broadcast import GlooTransport
 from slipstream.rollout_servers.weights.receivers import GlooReceiver
 
 DEADLINE_S = 60.0

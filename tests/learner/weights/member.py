@@ -14,9 +14,10 @@ from torch import Tensor
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.receivers import build_receivers
 
 JOIN_S = 0.2
@@ -174,7 +175,7 @@ class Member:
         self.before_entering()
         try:
             self._receivers[form.transport].enter(form)
-        except TransferFailed as error:
+        except TransferError as error:
             self._answers.append(w.Failed(transfer=form.transfer, stage="form", detail=str(error)))
         else:
             self._answers.append(w.Entered(transfer=form.transfer))
@@ -183,7 +184,7 @@ class Member:
         self.before_loading()
         try:
             self._receivers[announce.transport].receive(announce, self._staging)
-        except TransferFailed as error:
+        except TransferError as error:
             self._answers.append(w.Failed(transfer=announce.transfer, stage="receive", detail=str(error)))
         else:
             self._answers.append(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))

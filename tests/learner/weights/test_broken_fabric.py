@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import structlog
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Form
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
-from slipstream.rollout_servers.engines.staging import TransferFailed
+from slipstream.learner.weights.broadcast import GlooTransport
+from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -80,8 +80,8 @@ def test_always_failing_member_aborts_ever_fewer_broadcasts(learner: Learner, jo
     assert broken_off(said) == through(members["broken"], "gloo")
     assert len(broken_off(said)) <= 6
     assert blamed(said) == ["broken"]
-    assert learner.publisher.figures.unreached == 1
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.unreached == 1
+    assert learner.publisher.metrics.evictions == 0
     for name in ("one", "two"):
         assert len(set(through(members[name], "gloo")) - set(broken_off(said))) >= 8
 
@@ -103,7 +103,7 @@ def test_hung_member_fetches_next_version_and_is_retried(learner: Learner, join:
     assert members["hung"].announced == [(1, "gloo"), (1, "stream"), (2, "stream")]
     publish(learner, members, range(3, 4))
     assert [member.announced[-1] for member in members.values()] == [(3, "gloo")] * 2
-    assert learner.publisher.figures.unreached == 0
+    assert learner.publisher.metrics.unreached == 0
 
 
 @short_deadline
@@ -115,7 +115,7 @@ def test_unreachable_member_is_found_among_victims(
 
     def meet_in_vain(group: Form) -> None:
         join_rendezvous(group, ranks=1, left=threading.Event())
-        raise TransferFailed("no connection to the others")
+        raise TransferError("no connection to the others")
 
     monkeypatch.setattr(members["walled"]._receivers["gloo"], "enter", meet_in_vain)
     publish(learner, members, range(1, 6))
@@ -151,8 +151,8 @@ def test_learner_send_errors_back_off_until_recovery(
         patch.setattr(broadcast._fabric, "_buckets", fail)
         publish(learner, members, range(1, 16))
     assert broken_off(said) == [1, 2, 4, 8]
-    assert learner.publisher.figures.unreached == 3
+    assert learner.publisher.metrics.unreached == 3
     publish(learner, members, range(16, 21))
     assert broken_off(said) == [1, 2, 4, 8]
     assert [member.announced[-1] for member in members.values()] == [(20, "gloo")] * 3
-    assert learner.publisher.figures.unreached == 0
+    assert learner.publisher.metrics.unreached == 0

@@ -38,7 +38,7 @@ def test_unresponsive_member_is_evicted_by_deadline(learner: Learner, join: Join
     assert same(good.wait_for(1), learner.sent[1])
     mute.close()
     learner.wait()
-    assert learner.publisher.figures.evictions >= 1
+    assert learner.publisher.metrics.evictions >= 1
     assert mute.received == {}
 
 
@@ -123,7 +123,7 @@ def test_superseded_version_is_not_members_fault(
         wait_until(lambda: bool(member.evictions))
         learner.publish(2)
     assert same(member.wait_for(2), learner.sent[2])
-    assert learner.publisher.figures.evictions == evictions
+    assert learner.publisher.metrics.evictions == evictions
 
 
 @pytest.mark.parametrize("transport", ["stream"])
@@ -193,14 +193,14 @@ def test_dead_or_frozen_member_delays_only_to_deadline(
     with victim(forks, config, f"{transport},stream", dies_at) as dying:
         gathered(learner, "survivor", "victim")
         learner.publish(1)
-        wait_until(lambda: len(learner.publisher.figures.stalls_s) >= 2)  # the victim has applied version 1
+        wait_until(lambda: len(learner.publisher.metrics.stalls_s) >= 2)  # the victim has applied version 1
         if dies_at.startswith("rest"):
             assert dying.pid is not None, "it was started"
             os.kill(dying.pid, signal.SIGSTOP if dies_at == "rest-frozen" else signal.SIGKILL)
         for version in (2, 3):
             learner.publish(version)
             assert same(survivor.wait_for(version), learner.sent[version])
-        wait_until(lambda: learner.publisher.figures.evictions >= 1)
+        wait_until(lambda: learner.publisher.metrics.evictions >= 1)
         learner.wait()
     assert survivor.evictions == []
 
@@ -217,4 +217,4 @@ def test_member_killed_while_applying_is_evicted_early(
             learner.publish(version)
             assert same(survivor.wait_for(version), learner.sent[version])
         learner.wait()
-    assert learner.publisher.figures.evictions == 1
+    assert learner.publisher.metrics.evictions == 1

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.fetch import FileTransport
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.fetch import FileTransport
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 
 

@@ -71,7 +71,7 @@ def test_join_during_forming_fetches_without_evictions(learner: Learner, join: J
     go_on.set()
     assert same(first.wait_for(1), learner.sent[1])
     learner.wait()
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 def test_newcomers_enter_a_group_together(learner: Learner, join: Join) -> None:

@@ -12,7 +12,7 @@ import zmq.asyncio
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port

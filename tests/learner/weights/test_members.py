@@ -104,10 +104,10 @@ def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, wai
     if left:
         leaves.gone.set()
     willing = [newcomer, stays] if left else [newcomer, stays, leaves]
-    group = next_group(willing, [stays, leaves], others_fetch=others_fetch, patience_s=DEADLINE_S)
+    group = next_group(willing, [stays, leaves], others_fetch=others_fetch, max_wait_s=DEADLINE_S)
     assert group == [each for each in willing if each is not newcomer or enters]
 
 
 def test_first_group_waits_for_nobody() -> None:
     first = member("gloo")
-    assert next_group([first], [], others_fetch=True, patience_s=DEADLINE_S) == [first]
+    assert next_group([first], [], others_fetch=True, max_wait_s=DEADLINE_S) == [first]

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.fabric import LEARNER
+from slipstream.buffer.wire.weights.fabric import LEARNER, TransferError
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.broadcast import NcclTransport
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.broadcast import NcclTransport
-from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
+from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
-NCCL = "slipstream.learner.weights.transports.broadcast"
+NCCL = "slipstream.learner.weights.broadcast"
 ID = bytes(range(128))
 SHORT_S = 0.3
 

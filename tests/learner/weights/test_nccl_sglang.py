@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.layout import tensor_buckets
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.broadcast import NEVER, ON_ERRORS, SglangTransport, process_group
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.broadcast import NEVER, ON_ERRORS, SglangTransport, process_group
-from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
+from slipstream.rollout_servers.engines.staging import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
-TRANSPORT = "slipstream.learner.weights.transports.broadcast"
+TRANSPORT = "slipstream.learner.weights.broadcast"
 PATIENCE = timedelta(seconds=PATIENCE_S)
 SHORT_S = 0.3
 

@@ -7,7 +7,7 @@ import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.weights.protocol import Gone, Piece, Pull
-from slipstream.learner.weights.transports.fetch import PartServer
+from slipstream.learner.weights.fetch import PartServer
 
 DEADLINE_MS = 20_000
 

@@ -14,12 +14,12 @@ import zmq
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.weights.broadcast import GlooTransport
 from slipstream.learner.weights.distribution import Publication
+from slipstream.learner.weights.fetch import FileTransport
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import Transports, build_transports
-from slipstream.learner.weights.transports.broadcast import GlooTransport
-from slipstream.learner.weights.transports.fetch import FileTransport
+from slipstream.learner.weights.transports import Transports, build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import Member, honest
 
@@ -33,7 +33,7 @@ def test_every_version_reaches_every_member_bit_for_bit(learner: Learner, join: 
         for member in members:
             assert same(member.wait_for(version), learner.sent[version])
     learner.wait()
-    figures = learner.publisher.figures
+    figures = learner.publisher.metrics
     assert len(figures.published_s) == 3
     assert list(figures.stalls_s)[-2:] == [0.125, 0.125]
     assert figures.evictions == 0
@@ -64,7 +64,7 @@ def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join
     assert same(slow.wait_for(4), learner.sent[4])
     learner.wait()
     assert sorted(slow.received) == [1, 4], "it has left out those that were overtaken"
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 @pytest.mark.parametrize("transport", ["file"])
@@ -121,7 +121,7 @@ def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None
     gathered(learner, "stays")
     learner.publish(2)
     assert same(stays.wait_for(2), learner.sent[2])
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 @pytest.mark.parametrize("deadline_s", [2.0])
@@ -143,7 +143,7 @@ def test_deadline_rests_while_a_member_holds(learner: Learner, join: Join, deadl
     learner.publish(1)
     assert same(member.wait_for(1), learner.sent[1])
     learner.wait()
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 @pytest.mark.parametrize("deadline_s", [2.0])
@@ -162,7 +162,7 @@ def test_broadcast_waits_for_a_member_that_holds_but_not_long(learner: Learner, 
     held.holding = False
     assert same(held.wait_for(2), learner.sent[2])
     assert held.announced[-1] == (2, "stream")
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 @every_transport
@@ -188,7 +188,7 @@ def test_member_without_engine_is_not_an_eviction(learner: Learner, join: Join) 
     member.wait_until_announced(1)
     member.incarnation = ""
     learner.wait()
-    figures = learner.publisher.figures
+    figures = learner.publisher.metrics
     assert (learner.members(), figures.members, learner.publisher.without_engine) == (set(), 0, 1)
     member.says = honest
     member.restart()

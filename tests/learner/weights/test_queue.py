@@ -26,7 +26,7 @@ def publish(learner: Learner, members: list[Member], version: int) -> None:
     for member in members:
         assert same(member.wait_for(version), learner.sent[version])
     learner.wait()
-    assert learner.publisher.figures.evictions == 0
+    assert learner.publisher.metrics.evictions == 0
 
 
 def test_few_members_fetch_at_a_time(learner: Learner, join: Join) -> None:

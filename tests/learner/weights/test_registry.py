@@ -9,14 +9,14 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import TRANSPORTS, Transport
-from slipstream.learner.weights.transports.base import build_transports, offered_transports
-from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.learner.weights.fetch import StreamTransport
+from slipstream.learner.weights.transports import build_transports, offered_transports
 from tests.conftest import free_port
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
 SGLANG = {"name": "sglang", "core": "process"}
 BY_HOST = ("shm", "stream")
-MODULE = "slipstream.learner.weights.transports.broadcast"
+MODULE = "slipstream.learner.weights.broadcast"
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.transports.base import Rendezvous, TransferError
+from slipstream.learner.weights.transports import Rendezvous
 from tests.conftest import free_port
 
 

@@ -5,9 +5,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, layout
 from slipstream.buffer.wire.weights.protocol import Probe
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import zmq
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Manifest, Part, TensorInfo
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.fetch import PartServer, StreamTransport, following
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.fetch import PartServer, StreamTransport, following
 from tests.conftest import free_port
 from tests.learner.weights.learner import wait_until
 

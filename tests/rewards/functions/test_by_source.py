@@ -13,7 +13,8 @@ from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.rewards.base import Episode, Failure, RewardUnavailable, Score, group_reward
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions import by_source
-from slipstream.rewards.registry import BUILT_IN, find_reward
+from slipstream.rewards.registry import REWARDS as BUILT_IN
+from slipstream.rewards.registry import find_reward
 from slipstream.rewards.scorer import Scorer
 from tests.rewards.episodes import episode
 
@@ -171,7 +172,7 @@ async def test_known_source_of_math_is_scored_by_math() -> None:
 
 
 def test_rewards_of_known_sources_are_built_in() -> None:
-    assert set(by_source.KNOWN_SOURCES.values()) <= BUILT_IN.keys()
+    assert set(by_source.KNOWN_SOURCES.values()) <= BUILT_IN.built_in.keys()
 
 
 @pytest.mark.parametrize("source", ["unknown", None, 3])

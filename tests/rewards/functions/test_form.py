@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.functions.form import Format, Length, Repetition
+from slipstream.rewards.functions.text import Format, Length, Repetition
 from slipstream.rewards.registry import find_reward
 from tests.rewards.episodes import episode
 

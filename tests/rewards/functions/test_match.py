@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rewards.functions.match import digit_match, exact_match, overlong
+from slipstream.rewards.functions.text import digit_match, exact_match, overlong
 
 DIGITS = st.text("0123456789", max_size=6)
 

@@ -18,7 +18,7 @@ from slipstream.rewards.registry import find_reward
 from tests.rewards.functions.benchmarks import rows
 
 ENDLESS = r"\boxed{2^{2^{2^{2^{2^2}}}}}"
-GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
+TABLE = Path(__file__).parent / "math_answers.md"
 ROW = re.compile(r"^\| `(.+)` \| `(.+)` \| ([01]) \|$", re.MULTILINE)
 
 
@@ -165,8 +165,8 @@ def test_reference_that_takes_too_long_is_no_bad_reference() -> None:
     assert reward._comparer._verdicts == {}
 
 
-@pytest.mark.parametrize(("answer", "reference", "score"), ROW.findall(GUIDE.read_text(encoding="utf-8")))
-def test_table_of_the_guide(reward: Math, answer: str, reference: str, score: str) -> None:
+@pytest.mark.parametrize(("answer", "reference", "score"), ROW.findall(TABLE.read_text(encoding="utf-8")))
+def test_table_of_answers(reward: Math, answer: str, reference: str, score: str) -> None:
     assert reward(answer.replace(r"\|", "|"), reference, {}).value == float(score)
 
 

@@ -1,7 +1,7 @@
 """A learner that publishes straight into the engines of rollout servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,10 @@ import zmq.asyncio
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.weights.fetch import StreamTransport
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.learner.weights.transports.base import Broadcast, Transports
-from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.learner.weights.transports import Broadcast, Transports
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -101,21 +101,17 @@ async def run(
         context.destroy(linger=0)
 
 
-class Group(Protocol):
-    """The learner's end of a transfer group."""
+class Sent(Protocol):
+    """What left the learner."""
 
-    buckets: int
-    """How many it has sent."""
+    made: list[Any]
+    """Its groups, each with its `buckets`: how many it has sent."""
     hangs_at: int | None
-    """The bucket that never leaves."""
+    """The bucket of later groups that never leaves."""
 
 
-async def published_while_it_generates(at: Run, engine: RestartingEngine, made: Sequence[Any], *, tokens: int) -> None:
-    """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn.
-
-    Args:
-        made: each `Group` of the learner.
-    """
+async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: Sent, *, tokens: int) -> None:
+    """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn."""
     for version in (1, 2, 3):
         long = asyncio.create_task(
             engine.generate(Request([3, 5, 7], samples=4, deadline_s=PATIENCE_S, max_tokens=tokens))
@@ -127,26 +123,26 @@ async def published_while_it_generates(at: Run, engine: RestartingEngine, made: 
         assert {span.version for span in after.spans} == {version}
         stamps = {span.version for answer in await long for span in answer.spans}
         assert version - 1 in stamps <= {version - 1, version}
-    (group,) = made
+    (group,) = sent.made
     assert group.buckets >= 9, "none was fetched, and each came in several buckets"
-    figures = at.publisher.figures
+    figures = at.publisher.metrics
     assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
 
 
-async def broken_off_half_way(at: Run, engine: RestartingEngine, made: Sequence[Any]) -> None:
-    """Afterwards, version 4 costs the engine; the next version is fetched, and the one after it broadcast."""
-    group: Group = made[0]
-    sent, first = group.buckets, engine.incarnation
-    group.hangs_at = sent + 1
-    await at.publish(4)
-    await until(lambda: engine.version == 4)
+async def broken_off_half_way(at: Run, engine: RestartingEngine, sent: Sent) -> None:
+    """Costs the engine; the next version is fetched, and the one after it broadcast."""
+    sent.hangs_at = 1
+    first = engine.incarnation
+    await at.publish(1)
+    await until(lambda: engine.version == 1)
     assert engine.incarnation != first
-    assert (len(made), group.buckets) == (1, sent + 1)
-    for version in (5, 6):
+    assert [group.buckets for group in sent.made] == [1]
+    sent.hangs_at = None
+    for version in (2, 3):
         await at.publish(version)
         assert engine.version == version
-    assert len(made) == 2
-    assert at.publisher.figures.unreached == 0
+    assert len(sent.made) == 2
+    assert at.publisher.metrics.unreached == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -40,7 +40,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.hf import engine as stepping
 from slipstream.rollout_servers.engines.hf.engine import HfEngine, InFlight, Stepper
-from slipstream.rollout_servers.engines.hf.model import Policy, check_padding
+from slipstream.rollout_servers.engines.hf.model import HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 
@@ -89,7 +89,7 @@ def settings(folder: Path, max_tokens: int = 40, dtype: str = "float32", **secti
     config = RunConfig.model_validate(
         {"model": {"path": folder, "dtype": dtype}, "rollout": {"engine": engine, "sampling": sampling}, **sections}
     )
-    return EngineSettings.from_config(config, folder, eos_token_ids=())
+    return EngineSettings(config, folder, eos_token_ids=())
 
 
 @asynccontextmanager
@@ -156,7 +156,7 @@ def test_answers_that_join_and_leave_a_batch_are_exact(
     model = model_of(architecture, 0)
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(stepping, "PREFILL_TOKENS", 64)  # several prefills a step
-    stepper = Stepper(Policy(settings(tmp_path)), max_sequences=12, seed=0)
+    stepper = Stepper(HfModel(settings(tmp_path)), max_sequences=12, seed=0)
     draw = random.Random(0)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(10)]
     waiting = [(prompt, in_flight(prompt, draw.randint(1, 3), draw.randint(1, 20))) for prompt in prompts]
@@ -175,14 +175,14 @@ def test_answers_that_join_and_leave_a_batch_are_exact(
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Policy:
+def policy(tmp_path: Path) -> HfModel:
     model_of("attention", 0).save_pretrained(tmp_path)
     with torch.inference_mode():
-        return Policy(settings(tmp_path))
+        return HfModel(settings(tmp_path))
 
 
 @torch.inference_mode()
-def test_samples_of_one_prompt_are_computed_once(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_one_prompt_are_computed_once(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
     compute = policy.next_logits
 
@@ -199,7 +199,7 @@ def test_samples_of_one_prompt_are_computed_once(policy: Policy, monkeypatch: py
 
 
 @torch.inference_mode()
-def test_model_that_attends_to_padding_is_refused(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_attends_to_padding_is_refused(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
     check_padding(policy, dtype="float32")
     compute = policy.next_logits
     monkeypatch.setattr(policy, "next_logits", lambda ids, mask, cache: compute(ids, torch.ones_like(mask), cache))
@@ -212,7 +212,7 @@ def test_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
         tmp_path
     )
     with pytest.raises(ConfigError, match=rf"max_model_len={CONTEXT} .* 64"):
-        Policy(settings(tmp_path))
+        HfModel(settings(tmp_path))
 
 
 # --- the engine ------------------------------------------------------------------------------------------
@@ -276,14 +276,14 @@ async def test_kv_cache_is_recomputed_unless_it_may_be_stale(stale: bool, tmp_pa
 async def test_crash_fails_requests_with_their_answers_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
         assert (await ask(engine, max_tokens=10))[0].finish_reason == "length"
-        compute, calls = Policy.next_logits, iter(range(30))
+        compute, calls = HfModel.next_logits, iter(range(30))
 
-        def failing(policy: Policy, ids_BN: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
+        def failing(policy: HfModel, ids_BN: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
             if next(calls, None) is None:
                 raise RuntimeError("no memory is left")
             return compute(policy, ids_BN, mask_BT, cache)
 
-        monkeypatch.setattr(Policy, "next_logits", failing)
+        monkeypatch.setattr(HfModel, "next_logits", failing)
         with pytest.raises(EngineError, match="no memory is left") as crash:
             await ask(engine, samples=3)
         assert crash.value.unfinished is not None

@@ -20,7 +20,7 @@ from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.models.digits import EOS, TOKENS
 from slipstream.rewards.base import Episode
-from slipstream.rewards.registry import BUILT_IN
+from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.rollouts import multi_turn
@@ -167,7 +167,7 @@ async def test_a_named_evaluation_reward_excludes_env_rewards(
 
 
 def test_a_reward_may_not_have_the_name_of_env_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "env", BUILT_IN["exact_match"])
+    monkeypatch.setitem(REWARDS.built_in, "env", REWARDS.built_in["exact_match"])
     scorer = Scorer([RewardConfig(name="env")], ScoringConfig(workers=0))
     with pytest.raises(ConfigError, match="'env'"):
         Player(

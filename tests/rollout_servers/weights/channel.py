@@ -12,10 +12,10 @@ import zmq.asyncio
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import Segment
+from slipstream.buffer.wire.weights.layout import Segment
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.fetch import ShmTransport
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.fetch import ShmTransport
 from slipstream.rollout_servers.engines.base import DirectTransport
 from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port

@@ -14,10 +14,10 @@ import zmq.asyncio
 from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.shm import host_identity
+from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.base import build_transports
+from slipstream.learner.weights.transports import build_transports
 from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
@@ -279,7 +279,7 @@ async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Pa
         assert engine.installed == []
         hold.drained(0)
         await asyncio.to_thread(learner.wait)
-        assert (engine.version, len(engine.installed), learner.publisher.figures.evictions) == (3, 1, 0)
+        assert (engine.version, len(engine.installed), learner.publisher.metrics.evictions) == (3, 1, 0)
 
 
 async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Channel) -> None:

@@ -8,10 +8,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.broadcast import NcclTransport
+from slipstream.learner.weights.broadcast import NcclTransport
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from tests.conftest import free_port
 
@@ -72,7 +72,7 @@ def config() -> WeightsConfig:
 
 @pytest.fixture
 def learner(config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclTransport]:
-    nccl = "slipstream.learner.weights.transports.broadcast"
+    nccl = "slipstream.learner.weights.broadcast"
     monkeypatch.setattr(f"{nccl}.new_id", lambda: ID)
     monkeypatch.setattr(f"{nccl}.communicator", lambda *arguments: SimpleNamespace(destroy=lambda: None))
     learner = NcclTransport(config)

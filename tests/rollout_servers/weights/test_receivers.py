@@ -17,13 +17,13 @@ import zmq
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.fabric import TransferError
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, layout
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Part, Piece, Pull, Source, TensorInfo
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging
 from slipstream.rollout_servers.weights import receivers as module
 from slipstream.rollout_servers.weights.receivers import WINDOW, StreamReceiver, build_receivers
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
@@ -44,7 +44,7 @@ def test_deleted_file_raises_source_gone(run_name: str, tmp_path: Path) -> None:
 def test_fetched_transport_refuses_transfer_group(transport: str) -> None:
     receiver = build_receivers(SecurityConfig())[transport]
     form = Form(transfer=1, epoch=1, transport=transport, host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
-    with pytest.raises(TransferFailed, match=f"transport {transport} has no transfer groups"):
+    with pytest.raises(TransferError, match=f"transport {transport} has no transfer groups"):
         receiver.enter(form)
     receiver.close()
 
@@ -122,7 +122,7 @@ def test_trickle_of_pieces_does_not_extend_the_deadline(receiver: StreamReceiver
     place = f"tcp://127.0.0.1:{free_port()}"
     _, announce = version(place=place, parts=[Part(name="1", version=1, size_bytes=SIZE_BYTES)])
     began = time.monotonic()
-    with learner(place, trickle), pytest.raises(TransferFailed):  # all pieces would take 1.2 s
+    with learner(place, trickle), pytest.raises(TransferError):  # all pieces would take 1.2 s
         receiver.receive(msgspec.structs.replace(announce, deadline_s=0.3), Staging(run_name, shared=False))
     assert time.monotonic() - began < 1.2 + 0.3
 
@@ -229,7 +229,7 @@ def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor
     staging = Staging(run_name, shared=False)
     data = staging.begin(manifest(1, sent)).copy_(sent)
     data[40] ^= 1
-    with pytest.raises(TransferFailed, match=r"version 1\b.*\bb\b"):
+    with pytest.raises(TransferError, match=r"version 1\b.*\bb\b"):
         staging.finish(manifest(1, sent))
     assert staging.version == -1
 
@@ -251,11 +251,11 @@ def test_difference_to_other_bytes_of_same_version_is_refused(run_name: str, byt
     for base, (old, new) in enumerate(itertools.pairwise(versions), start=1):
         frame = delta.encode(old.numpy(), new.numpy(), tensors, base=base, version=base + 1)
         staging.change(memoryview(frame), last, held=base)
-    with pytest.raises(TransferFailed, match=f"or version 1 here is another one: checksum of {name} differs"):
+    with pytest.raises(TransferError, match=f"or version 1 here is another one: checksum of {name} differs"):
         staging.finish(last)
     assert staging.version == -1
     staging.begin(last).copy_(versions[0])
-    with pytest.raises(TransferFailed, match=r"version 3\b.*\ba\b"):  # it came whole
+    with pytest.raises(TransferError, match=r"version 3\b.*\ba\b"):  # it came whole
         staging.finish(last)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.redis import group_key, run_prefix
 from slipstream.buffer.store.types import IssuedTask
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import IngestSettings, admit
+from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
@@ -101,7 +101,7 @@ def on(config: RunConfig, do: Callable[[Redis, Ledger], Awaitable[Result]]) -> R
         redis = connect_async(config.redis)
         assert isinstance(redis, Redis), "no cluster here"
         try:
-            return await do(redis, Ledger.from_config(redis, config))
+            return await do(redis, Ledger(redis, config))
         finally:
             await redis.aclose()
 
@@ -154,6 +154,6 @@ def delivered(config: RunConfig, task: IssuedTask, answers: Sequence[m.Trajector
     group = train_group(task.id, index=index)
     if answers:
         group = msgspec.structs.replace(group, trajectories=list(answers))
-    stored = admit(group, encode(group), IngestSettings.from_config(config))
+    stored = Inspector(config).admit(group, encode(group))
     assert isinstance(stored, DeliveredGroup)
     return stored

@@ -13,7 +13,7 @@ import pytest
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.redis import group_key, run_prefix
 from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
 from slipstream.models.folder import initial_model

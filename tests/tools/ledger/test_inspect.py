@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig

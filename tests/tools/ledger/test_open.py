@@ -9,8 +9,7 @@ import psutil
 import pytest
 import redis as redis_py
 
-from slipstream.buffer.store.redis import connect
-from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.redis import connect, run_prefix
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.tools.launch.redis import served_copy

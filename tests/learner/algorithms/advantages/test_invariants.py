@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.configs.schema.algorithms import ADVANTAGES
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups
-from slipstream.learner.algorithms.registry import ADVANTAGES
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
 from tests.learner.algorithms.ranks import on_two_ranks
 
 OVER_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae"]
-all_advantages = pytest.mark.parametrize("name", ADVANTAGES)
+all_advantages = pytest.mark.parametrize("name", ADVANTAGES.built_in)
 
 
 def compute(name: str, inputs: AdvantageInputs) -> Tensor:
-    return ADVANTAGES[name](inputs, **ARGUMENTS[name])
+    advantages_BT: Tensor = ADVANTAGES.load(name)(inputs, **ARGUMENTS[name])
+    return advantages_BT
 
 
 @all_advantages
@@ -63,7 +64,7 @@ def test_equal_large_rewards_have_no_advantage(name: str) -> None:
     inputs = batch([[1000.1] * 512], lengths=[100] * 512, dtype=torch.float32)
     inputs = replace(inputs, values_BT=torch.zeros_like(inputs.mask_BT))
     undiscounted = {key: 1.0 for key in ARGUMENTS[name] if key != "length_adaptive"}
-    ours_BT = ADVANTAGES[name](inputs, **ARGUMENTS[name] | undiscounted)
+    ours_BT = ADVANTAGES.load(name)(inputs, **ARGUMENTS[name] | undiscounted)
     assert (ours_BT.dtype, ours_BT.abs().max().item()) == (torch.float32, 0.0)
 
 

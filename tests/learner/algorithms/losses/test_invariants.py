@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES, LossConfig
+from slipstream.configs.schema.algorithms import LOSSES, LossConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.registry import build_loss
@@ -34,7 +34,7 @@ MICRO_BATCH_MEANS = {"clip_cov", "kl_cov"}
 """Losses that compare an action with the others of its micro-batch."""
 
 
-all_losses = pytest.mark.parametrize("name", BUILT_IN_LOSSES)
+all_losses = pytest.mark.parametrize("name", LOSSES.built_in)
 
 
 def section(name: str) -> LossConfig:
@@ -62,7 +62,7 @@ def test_random_actions_cover_both_branches(name: str) -> None:
     assert clipped == 0 if name in UNCLIPPED else 0 < clipped < inputs.mask_BT.sum(), "a branch would go unchecked"
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - FROZEN_WEIGHT))
+@pytest.mark.parametrize("name", sorted(set(LOSSES.built_in) - FROZEN_WEIGHT))
 def test_gradient_is_that_of_finite_differences(name: str) -> None:
     inputs = random_inputs()
     if name == "gspo":  # where a trajectory's actions have one advantage, the gradient of their sum
@@ -136,7 +136,7 @@ def test_values_outside_mask_do_not_matter(name: str) -> None:
     assert not any(each[~within_BT].any() for each in per_action)
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - MICRO_BATCH_MEANS))
+@pytest.mark.parametrize("name", sorted(set(LOSSES.built_in) - MICRO_BATCH_MEANS))
 @settings(max_examples=15)
 @given(
     batch_of_row=st.lists(st.integers(0, 3), min_size=8, max_size=8),

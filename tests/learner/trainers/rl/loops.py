@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 
 import torch
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import save_checkpoint
@@ -18,8 +18,8 @@ from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.rl.trainer import RLSettings, RLState, RLTrainer
-from slipstream.learner.weights.members import SyncFigures
+from slipstream.learner.trainers.rl.trainer import RLState, RLTrainer
+from slipstream.learner.weights.members import SyncMetrics
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.recorded import build_train_step, prober_of, recorded_step
@@ -60,7 +60,7 @@ def learner_beside(config: RunConfig, train_step: TrainStep, *, version: int) ->
     report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failures={}, eval_s=0.1, group_ids=[])
     buffer.take_evals.return_value = [report]
     publisher = create_autospec(WeightPublisher, instance=True)
-    publisher.figures = SyncFigures()
+    publisher.metrics = SyncMetrics()
     feed = create_autospec(Feed, instance=True)
     feed.take.side_effect, feed.images = NoGroupsError, None
     snapshots = SnapshotTaker(
@@ -68,10 +68,11 @@ def learner_beside(config: RunConfig, train_step: TrainStep, *, version: int) ->
     )
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
-    reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}
+    reporter.rollout_metrics.return_value = reporter.sync_metrics.return_value = {}
     root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
     loop = RLTrainer(
-        settings=RLSettings.of(config, config.model.path),
+        config=config,
+        initial_model=config.model.path,
         world=train_step.world,
         reporter=reporter,
         train_step=train_step,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.scoring import score_actions
@@ -192,11 +192,11 @@ def test_entropy_bonus_raises_entropy(world: World, make_config: MakeConfig) -> 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_groups_are_dealt_once_in_updates_fixed_by_order(world_size: int, updates: int) -> None:
-    shares = [deal(16, updates=updates, rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [partition_groups(16, updates=updates, rank=rank, world_size=world_size) for rank in range(world_size)]
     per_update = 16 // updates
     for update in range(updates):
-        dealt = [index for share in shares for index in share[update]]
-        assert sorted(dealt) == list(range(update * per_update, (update + 1) * per_update))
+        assigned = [index for share in shares for index in share[update]]
+        assert sorted(assigned) == list(range(update * per_update, (update + 1) * per_update))
         assert {len(share[update]) for share in shares} == {per_update // world_size}
 
 

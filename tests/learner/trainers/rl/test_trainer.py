@@ -129,7 +129,7 @@ def test_waiting_repeats_reports_and_warns_without_members(
     learner.buffer.state.return_value = m.State(
         request=0, version=3, counts=m.LedgerCounts(), servers=[status], evals=[]
     )
-    learner.publisher.figures.members = members
+    learner.publisher.metrics.members = members
     learner.publisher.without_engine = without_engine
 
     def take(meanwhile: Callable[[], None]) -> None:
@@ -268,7 +268,7 @@ def test_checkpoints_between_publications_have_fp32_weights(
 def test_initial_model_is_announced_to_buffer(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     learner.run()
-    model = model_fingerprint(learner.loop.settings.initial_model)
+    model = model_fingerprint(learner.loop.initial_model)
     learner.buffer.hello.assert_called_once_with(2, version=2, model=model, vocab_size=32, undo=False)
 
 

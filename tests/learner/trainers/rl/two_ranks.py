@@ -17,7 +17,7 @@ from unittest.mock import create_autospec, patch
 import torch
 from torch import Tensor
 
-from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
@@ -42,7 +42,7 @@ from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.rl.trainer import RLSettings, RLTrainer
+from slipstream.learner.trainers.rl.trainer import RLTrainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
@@ -162,7 +162,8 @@ def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTrainer:
     )
     snapshots = SnapshotTaker(train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     return RLTrainer(
-        settings=RLSettings.of(config, config.model.path),
+        config=config,
+        initial_model=config.model.path,
         world=world,
         reporter=None,
         train_step=train_step,

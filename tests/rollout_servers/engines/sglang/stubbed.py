@@ -34,7 +34,7 @@ async def engine_over_stub(
             },
         }
     )
-    engine = await SglangEngine.start(EngineSettings.from_config(config, model, eos_token_ids=()))
+    engine = await SglangEngine.start(EngineSettings(config, model, eos_token_ids=()))
     try:
         yield engine
     finally:

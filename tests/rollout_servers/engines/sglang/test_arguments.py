@@ -37,7 +37,7 @@ def settings(
             "weights": weights,
         }
     )
-    return EngineSettings.from_config(config, MODEL, eos_token_ids=(1,))
+    return EngineSettings(config, MODEL, eos_token_ids=(1,))
 
 
 def arguments(*, gpu: bool, **engine: object) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Only NCCL and CUDA are missing here: gloo takes their place, in SGLang's process
 import os
 import threading
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from slipstream.learner.weights.transports.broadcast import SglangTransport
+from slipstream.learner.weights.broadcast import SglangTransport
 from tests.contract.engines import SGLANG_PYTHON
 from tests.rollout_servers.engines.direct import PATIENCE_S, Run, broken_off_half_way, published_while_it_generates, run
 
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(SGLANG_PYTHON not in os.environ, reason=f"{SGLANG_PYTHON} names no environment with SGLang"),
     pytest.mark.timeout(900),  # it is started again, which takes minutes on a busy machine
 ]
-TRANSPORT = "slipstream.learner.weights.transports.broadcast"
+TRANSPORT = "slipstream.learner.weights.broadcast"
 SGLANG = "slipstream.rollout_servers.engines.sglang"
 
 
@@ -31,17 +32,17 @@ class Group:
 
     Attributes:
         buckets: how many were broadcast.
-        hangs_at: the bucket that never leaves.
     """
 
-    def __init__(self, store: PrefixStore, world: int) -> None:
+    def __init__(self, store: PrefixStore, world: int, *, hangs_at: int | None) -> None:
+        """Bucket `hangs_at` never leaves."""
         self._group: Any = ProcessGroupGloo(PrefixStore("cpu/", store), 0, world, timedelta(seconds=PATIENCE_S))
-        self.hangs_at: int | None = None
+        self._hangs_at = hangs_at
         self._aborted = threading.Event()
         self.buckets = 0
 
     def broadcast(self, packed: Tensor, root: int) -> Any:
-        if self.buckets == self.hangs_at:
+        if self.buckets == self._hangs_at:
             self._aborted.wait()
             raise RuntimeError("aborted")
         self.buckets += 1
@@ -51,26 +52,36 @@ class Group:
         self._aborted.set()
 
 
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+@dataclass
+class Groups:
     """Those of the learner, in the order in which they were made."""
-    made: list[Group] = []
 
-    def process_group(store: PrefixStore, world: int) -> Group:
-        made.append(Group(store, world))
-        return made[-1]
+    made: list[Group] = field(default_factory=list)
+    hangs_at: int | None = None
 
-    monkeypatch.setattr(f"{TRANSPORT}.process_group", process_group)
+    def process_group(self, store: PrefixStore, world: int) -> Group:
+        self.made.append(Group(store, world, hangs_at=self.hangs_at))
+        return self.made[-1]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    groups = Groups()
+    monkeypatch.setattr(f"{TRANSPORT}.process_group", groups.process_group)
     monkeypatch.setattr(f"{SGLANG}.protocol.BACKEND", "gloo")
     monkeypatch.setattr(f"{SGLANG}.engine.uses_nccl", lambda settings, gpu: True)
-    return made
+    return groups
 
 
 def over_nccl(folder: Path, *, deadline_s: float = 60.0) -> AbstractAsyncContextManager[Run]:
     return run(folder, SglangTransport, {"name": "sglang", "python": os.environ[SGLANG_PYTHON]}, deadline_s=deadline_s)
 
 
-async def test_versions_are_broadcast_until_one_breaks_off(tmp_path: Path, groups: list[Group]) -> None:
-    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, groups: Groups) -> None:
+    async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
         await published_while_it_generates(at, engine, groups, tokens=300)
+
+
+async def test_hanging_broadcast_restarts_the_server(tmp_path: Path, groups: Groups) -> None:
+    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
         await broken_off_half_way(at, engine, groups)

@@ -11,9 +11,8 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, layout
 from slipstream.buffer.wire.weights.protocol import Form, Manifest, TensorInfo
-from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import DirectSource, EngineError, Request, UpdateFailed
 from slipstream.rollout_servers.engines.sglang import protocol as requests

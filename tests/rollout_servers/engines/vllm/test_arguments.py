@@ -33,7 +33,7 @@ def settings(
             "weights": {"keep_stale_kv": stale},
         }
     )
-    return EngineSettings.from_config(config, model, eos_token_ids=())
+    return EngineSettings(config, model, eos_token_ids=())
 
 
 @pytest.mark.parametrize(

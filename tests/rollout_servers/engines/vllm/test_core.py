@@ -76,7 +76,7 @@ async def test_engine_that_refuses_its_first_version_is_closed(tmp_path: Path, m
     monkeypatch.setattr(process, "Core", lambda *_, **__: core)
     config = RunConfig.model_validate({"model": {"path": tmp_path}})
     with pytest.raises(UpdateFailed):
-        await process.ProcessEngine.start(EngineSettings.from_config(config, tmp_path, eos_token_ids=()))
+        await process.ProcessEngine.start(EngineSettings(config, tmp_path, eos_token_ids=()))
     core.close.assert_awaited_once()
 
 

@@ -18,7 +18,7 @@ def settings(folder: Path, *, stale: bool, **options: object) -> EngineSettings:
     config = RunConfig.model_validate(
         {"model": {"path": folder}, "weights": {"keep_stale_kv": stale}, "rollout": {"engine": engine}}
     )
-    return EngineSettings.from_config(config, folder, eos_token_ids=())
+    return EngineSettings(config, folder, eos_token_ids=())
 
 
 @pytest.mark.parametrize(("stale", "arguments"), [(True, {"async_scheduling": False}), (False, {})])

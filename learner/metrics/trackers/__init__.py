@@ -1,1 +1,0 @@
-"""Destinations of metrics."""

@@ -1,1 +1,0 @@
-"""The learner's side of the transports of weights."""
