@@ -54,8 +54,8 @@ def test_index_outside_the_split_is_refused(make: Make) -> None:
     [
         (copy, [partial(Digits, "sort"), partial(copy, length=4), partial(copy, eval_tasks=8), partial(copy, seed=1)]),
         (Colours, [partial(Colours, seed=1)]),
-        (Lookup, [partial(Lookup, **{key: value}) for key, value in
-                  (("seed", 1), ("digits", 2), ("eval_tasks", 3), ("call_reward", 0.5))]),
+        (Lookup, [partial(Lookup, seed=1), partial(Lookup, digits=2), partial(Lookup, eval_tasks=3),
+                  partial(Lookup, call_reward=0.5)]),
     ],
 )  # fmt: skip
 def test_tasks_depend_on_options_alone(make: Make, others: list[Make]) -> None:
