@@ -15,7 +15,7 @@ from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.registry import start_engine
@@ -200,13 +200,6 @@ async def test_failed_held_out_tasks_fail_no_others(engine: Engine, make_run: Ma
     env, evaluation = {"name": f"{PLUGINS}:Faulty"}, {"tasks": 4, "reward": reward}
     report, _ = await evaluated(make_run(env=env, rewards=[{"name": reward}], eval=evaluation), engine)
     assert (report.tasks, report.score, report.failures) == (1, 1.0, dict.fromkeys(FAULTY_PROMPTS, 1))
-
-
-async def test_a_server_of_another_run_is_refused(engine: Engine, make_run: MakeRun) -> None:
-    config = make_run()
-    async with serving(config), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(RefusedError, match="'another'"):
-            await build_server(config, engine, run={"name": "another"}).run()
 
 
 async def test_buffer_with_another_temperature_ends_but_no_server(make_run: MakeRun) -> None:

@@ -98,10 +98,6 @@ async def test_a_delayed_failure_keeps_its_credit_until_a_success(
         assert (await buffer.receive(m.GroupFailed)).id == "2"
 
 
-async def test_each_server_has_its_own_incarnation(start_server: StartServer) -> None:
-    assert len({start_server().server._hello.incarnation for _ in range(2)}) == 2
-
-
 async def test_a_stopped_server_sends_goodbye_last(start_server: StartServer) -> None:
     running = start_server()
     async with running.buffer(welcome=False) as buffer:
