@@ -1,4 +1,4 @@
-"""A whole run with vLLM, Valkey and FSDP2: its learner is killed, it is stopped, continued and finished."""
+"""A whole run with vLLM, Valkey and FSDP2: its learner is killed, it is continued and finished."""
 
 import os
 import signal
@@ -41,16 +41,17 @@ class Ended:
     """Number of steps reported up to its end."""
 
 
-def stopped_after(pipeline: Pipeline, steps: int, stop: Callable[["subprocess.Popen[str]"], None]) -> Ended:
-    """Starts or continues the run, and stops it after so many further steps."""
-    before = len(pipeline.records("step"))
-    run = pipeline.start(*OVERRIDES)
-    wait_until(lambda: len(pipeline.records("step")) >= before + steps, f"{steps} steps", run)
+@pytest.fixture(scope="module")
+def killed(demo: Pipeline) -> Ended:
+    """The first start, until its learner was killed after 13 steps."""
+    run = demo.start(*OVERRIDES)
+    wait_until(lambda: len(demo.records("step")) >= 13, "13 steps", run)
     children = psutil.Process(run.pid).children(recursive=True)
-    stop(run)
+    (learner,) = [child for child in children if LEARNER in child.cmdline()]
+    os.kill(learner.pid, signal.SIGKILL)
     output = run.communicate(timeout=120)[0]
     psutil.wait_procs(children, timeout=5)  # multiprocessing's resource tracker ends a moment after its parent
-    return Ended(run.returncode, output, [child for child in children if alive(child)], len(pipeline.records("step")))
+    return Ended(run.returncode, output, [child for child in children if alive(child)], len(demo.records("step")))
 
 
 def wait_until(condition: Callable[[], bool], what: str, process: "subprocess.Popen[str]") -> None:
@@ -70,12 +71,6 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def kill_learner(run: "subprocess.Popen[str]") -> None:
-    """With SIGKILL."""
-    (learner,) = [each for each in psutil.Process(run.pid).children(recursive=True) if LEARNER in each.cmdline()]
-    os.kill(learner.pid, signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A shortened demo; the fixtures below run it one after the other."""
@@ -83,20 +78,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def killed(demo: Pipeline) -> Ended:
-    """The first start, until its learner was killed."""
-    return stopped_after(demo, 13, kill_learner)
-
-
-@pytest.fixture(scope="module")
-def interrupted(demo: Pipeline, killed: Ended) -> Ended:
-    """The second start, until Ctrl-C."""
-    return stopped_after(demo, 2, lambda run: run.send_signal(signal.SIGINT))
-
-
-@pytest.fixture(scope="module")
-def finished(demo: Pipeline, interrupted: Ended) -> Pipeline:
-    """The third start, to the end of the run."""
+def finished(demo: Pipeline, killed: Ended) -> Pipeline:
+    """The second start, to the end of the run."""
     done = demo.run(*OVERRIDES)
     assert done.returncode == 0, done.stdout + done.stderr
     return demo
@@ -108,17 +91,10 @@ def test_a_killed_learner_is_named_and_ends_the_run(killed: Ended) -> None:
     assert not killed.left
 
 
-def test_ctrl_c_ends_a_run_and_all_its_processes(interrupted: Ended) -> None:
-    assert interrupted.code == 130
-    assert "continues the run\n" in interrupted.output
-    assert not interrupted.left
-
-
-def test_the_same_command_continues_the_run(finished: Pipeline, killed: Ended, interrupted: Ended) -> None:
+def test_the_same_command_continues_the_run(finished: Pipeline, killed: Ended) -> None:
     steps = [record["step"] for record in finished.records("step")]
     assert steps[killed.steps] <= steps[killed.steps - 1], "what was trained after the checkpoint is undone"
     assert steps[killed.steps] in FIRST_STEPS
-    assert steps[interrupted.steps] == steps[interrupted.steps - 1] + 1
     assert steps[-1] == STEPS
 
 

@@ -208,12 +208,10 @@ def test_plain_screen_prints_a_message_once(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("terminal", "plain", "screen"),
     [
-        ("xterm-256color", False, LiveScreen),
-        ("xterm-256color", True, PlainScreen),
-        ("dumb", False, PlainScreen),
+        ("xterm-256color", False, LiveScreen), ("xterm-256color", True, PlainScreen), ("dumb", False, PlainScreen),
         ("unknown", False, PlainScreen),
     ],
-)
+)  # fmt: skip
 def test_live_screen_needs_a_capable_terminal(
     terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
