@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.buffer.handlers.ingest import IngestSettings, admit
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask, LedgerRules, TicketRequest
-from slipstream.buffer.wire.codec import encode
-from slipstream.buffer.wire.messages import Group, LedgerCounts
-from slipstream.configs import RunConfig
+from slipstream.buffer.wire.messages import LedgerCounts
 from slipstream.configs.schema.buffer import RetentionConfig
 
 LATER_S = 1000.0
@@ -68,13 +65,6 @@ def group(
         order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
         facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
     )
-
-
-def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
-    """A real group, as the service would store it."""
-    stored = admit(group, encode(group), IngestSettings.from_config(config))
-    assert isinstance(stored, DeliveredGroup)
-    return stored
 
 
 async def deliver(store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:

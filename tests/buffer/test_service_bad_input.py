@@ -14,12 +14,11 @@ import zmq
 from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group, trajectory
 from tests.buffer.peers import PATIENCE_S, Peer, connected, serving, until
-from tests.faults.frames import damaged_frames, is_garbage
 
 
 async def assert_serves(server: Peer) -> None:
@@ -27,40 +26,6 @@ async def assert_serves(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
-
-
-async def test_garbage_is_counted_and_dropped(server: Peer, config: RunConfig) -> None:
-    frames = [frame for frame in damaged_frames(2500, seed=1) if is_garbage(frame)][:2000]
-    assert len(frames) == 2000
-    async with connected(config, "sender") as sender:
-        for frame in frames:
-            await sender.socket.send_multipart([frame])
-        assert (await sender.state()).counts.dropped_frames == 2000
-    await assert_serves(server)
-
-
-async def test_damaged_messages_keep_ledger_consistent(server: Peer, config: RunConfig) -> None:
-    """The sender has joined the run, so its messages take effect."""
-    last = m.StateRequest(request=0xBAD)
-    frames = [frame for frame in damaged_frames(8000, seed=2) if not is_garbage(frame)]
-    assert len(frames) > 100
-    async with connected(config, "sender") as sender:
-        await sender.join()
-        for frame in frames:
-            await sender.socket.send_multipart([frame, encode(train_group("17"))])
-        await sender.send(last)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                answer = decode(await sender.socket.recv(), m.ToServer | m.ToLearner)
-                if isinstance(answer, m.State) and answer.request == last.request:
-                    break
-    await server.hello()
-    await server.receive(m.Welcome)
-    counts = (await server.state()).counts
-    assert counts.issued == (
-        counts.in_flight + counts.ready + counts.leased + counts.trained
-        + counts.filtered + counts.expired + counts.reissued
-    )  # fmt: skip
 
 
 async def test_incomplete_messages_are_dropped(server: Peer) -> None:
@@ -190,15 +155,6 @@ async def test_dropped_group_of_another_task_is_no_outcome(make_config: MakeConf
             assert await server.deliver(other) == {ticket.id: outcome}
         snapshot = await service.ledger.snapshot()
         assert (snapshot.counts.reasons, snapshot.tasks) == ({"filtered:other_ticket": 1}, {})
-
-
-async def test_untrainable_group_may_be_sent_again_intact(server: Peer, service: BufferService) -> None:
-    await service.ledger.publish(7, evaluate=False)
-    await server.join(credits=1, version=7)
-    (ticket,) = await server.tickets()
-    for reason in list(POISON)[:MALFORMED_PATIENCE]:
-        assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: m.AGAIN}
-    assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
 
 async def test_negative_token_id_is_refused(server: Peer) -> None:

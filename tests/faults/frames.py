@@ -31,22 +31,6 @@ OVERSIZED_HEADERS = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb"
 """msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and deeply nested arrays."""
 
 
-def damaged_frames(count: int, *, seed: int, run: str = "demo") -> list[bytes]:
-    """Random bytes, and real messages that were truncated or changed."""
-    rng = random.Random(seed)
-    good = _good(run)
-    return [_damaged(rng.choice(good), rng) for _ in range(count)]
-
-
-def is_garbage(frame: bytes) -> bool:
-    """Whether a frame is no message."""
-    try:
-        decode(frame, m.ToService)
-    except FrameError:
-        return True
-    return False
-
-
 def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]]:
     """Messages of one or several frames: damaged ones, wrong deliveries, oversized headers and fields."""
     rng = random.Random(seed)

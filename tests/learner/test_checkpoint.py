@@ -233,14 +233,21 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "progress.json", "checksums.json"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        *(("__0_0.distcp", damage) for damage in DAMAGE),
+        (".metadata", "truncated"), (".metadata", "deleted"),
+        ("progress.json", "overwritten"), ("progress.json", "deleted"),
+        ("checksums.json", "emptied"), ("checksums.json", "deleted"),
+    ],
+)  # fmt: skip
 def test_checkpoint_before_damaged_one_is_used(
-    file: str, damage: Callable[[Path], None], world: World, train_step: TrainStep, tmp_path: Path
+    file: str, damage: str, world: World, train_step: TrainStep, tmp_path: Path
 ) -> None:
     for step in (1, 2):
         save(tmp_path, train_step, TrainState(step=step))
-    damage(tmp_path / "step-000002" / file)
+    DAMAGE[damage](tmp_path / "step-000002" / file)
     with structlog.testing.capture_logs() as logs:
         assert load_checkpoint(tmp_path, train_step.trained, world, TrainState) == TrainState(step=1)
     (line,) = [line for line in logs if line["log_level"] == "error"]

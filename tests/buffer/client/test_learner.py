@@ -98,18 +98,6 @@ def test_known_buffer_is_waited_for_until_give_up(
     assert stopped.is_set()
 
 
-def test_stopping_client_waits_briefly(
-    config: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
-    stopping = threading.Event()
-    with closing(BufferClient(config, "learner", is_stopping=stopping.is_set)) as client:
-        answer_once(client, buffer)
-        stopping.set()
-        with pytest.raises(DeadlineError, match=r"StateRequest .*0\.1 s"):
-            client.state()
-
-
 def test_lease_wait_extends_deadline(client: BufferClient, config: RunConfig, buffer: "zmq.Socket[bytes]") -> None:
     with pytest.raises(DeadlineError, match=rf"{config.buffer.endpoint} .*LeaseRequest .*0\.3 s"):
         client.lease(0, count=1, consuming_version=0, wait_s=0.1)
@@ -162,20 +150,6 @@ async def test_learner_of_other_run_is_refused(make_config: MakeConfig) -> None:
     async with serving(config), learner(other) as client:
         with pytest.raises(RefusedError, match=f"{config.run.name}.*somebody-else"):
             await asyncio.to_thread(client.hello, 0)
-
-
-async def test_requests_of_whole_run(make_config: MakeConfig) -> None:
-    config = make_config()
-    async with serving(config), learner(config) as client:
-
-        def requests() -> list[int]:
-            answers = [
-                client.hello(0), client.published(0, evaluate=False), client.trained(0),
-                client.published(1, evaluate=False), client.checkpointed(1), client.state(), client.finish(),
-            ]  # fmt: skip
-            return [answer.version for answer in answers]
-
-        assert await asyncio.to_thread(requests) == [0, 0, 0, 1, 1, 1, 1]
 
 
 async def test_unanswered_request_is_resent(

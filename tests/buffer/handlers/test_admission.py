@@ -137,17 +137,6 @@ def test_group_without_needed_score_is_dropped(
     assert found.facts.dropped == {"no_score": {2: 2}}
 
 
-def test_filter_uses_configured_score(tmp_path: Path) -> None:
-    right = [
-        msgspec.structs.replace(trajectory, scores={"exact_match": 1.0}) for trajectory in train_group("1").trajectories
-    ]
-    group = msgspec.structs.replace(train_group("1"), trajectories=right)
-    config = run(tmp_path, {"name": "dynamic_sampling", "score": "exact_match"})
-    stored(train_group("1"), config)
-    found = dropped(group, config)
-    assert (found.facts.outcome, found.reason) == ("solved", "dynamic_sampling")
-
-
 @pytest.mark.parametrize(
     "chosen",
     [

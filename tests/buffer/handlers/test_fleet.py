@@ -204,18 +204,6 @@ async def test_shares_are_reserved_for_a_while(
     assert harness.sent == sent
 
 
-async def test_limit_follows_throughput(config: RunConfig) -> None:
-    harness = Harness(config, FakeLedger(allowed={0: 0}), {}, capacity=8)
-    for name in ("fast", "slow"):
-        harness.join(name, 0, credits=100)
-    for _ in range(200):
-        harness.fleet.ticket_returned(b"fast", delivered=1)
-    harness.ledger.allowed[0] = 100
-    await harness.fleet.grant()
-    assert harness.sent["slow"] == 1
-    assert harness.sent["fast"] > 8
-
-
 async def test_exhausted_version_gets_nothing(config: RunConfig) -> None:
     versions = {"a": 5, "b": 5, "older": 3, "newer": 6}
     harness = Harness(config, FakeLedger(allowed={5: 3, 3: 0, 6: 5}, version=6), versions)
@@ -322,24 +310,6 @@ async def test_full_ledger_is_retried(config: RunConfig, evaluating: int | None)
     await harness.fleet.grant()
     await harness.fleet.grant()
     assert harness.sent == {"a": CREDITS + (evaluating is not None)}
-
-
-async def test_server_removed_during_grant_gets_nothing(config: RunConfig) -> None:
-    harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    harness.fleet.evaluating = 0
-    harness.ledger.slices = 100
-    harness.ledger.during = harness.fleet.servers.clear
-    await harness.fleet.grant()
-    assert harness.sent["b"] == 0
-    assert harness.ledger.asked == []
-
-
-@pytest.mark.parametrize(("lag", "allowed"), [(0, 8), (1, 4), (2, 0), (-9, 8)])
-async def test_room_depends_on_version(store: Ledger, lag: int, allowed: int) -> None:
-    await store.publish(2, evaluate=False)
-    room = await store.room(["r0"], [2 - lag])
-    assert (room.version, room.allowed) == (2, {2 - lag: allowed})
-    assert bool(room.held) == bool(allowed)
 
 
 async def test_issue_keeps_to_credits_and_capacity(store: Ledger) -> None:

@@ -52,9 +52,9 @@ async def measured_use(redis: Redis, config: RunConfig) -> Expectation:
 
 
 CASES = [
-    *itertools.product(["fifo", "freshest", "uniform", "prioritized"], [1, 2, 4, 8], [(4, 1)]),
-    *itertools.product(["freshest", "uniform", "prioritized"], [1, 4], [(1, 4)]),
-    *itertools.product(["fifo"], [4], [(1, 4), (1, 1), (0, 1)]),
+    *itertools.product(["fifo", "freshest", "uniform", "prioritized"], [1, 4], [(4, 1)]),
+    ("prioritized", 4, (1, 4)),
+    ("fifo", 4, (0, 1)),
 ]
 
 

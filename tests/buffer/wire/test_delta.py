@@ -135,16 +135,6 @@ def test_random_bytes_cost_no_more_than_a_whole_version() -> None:
     assert len(delta.encode(old, new, tensors, base=0, version=1)) < old.size + 200
 
 
-def test_tensor_of_several_blocks() -> None:
-    items = delta.BLOCK_BYTES // 2 + 3
-    tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[items])]
-    old = np.zeros(layout(tensors)[1], np.uint8)
-    new = old.copy()
-    new.view("<u2")[[0, 700, items - 4, items - 3, items - 1]] = [1, 2, 3, 4, 5]
-    delta.apply(delta.encode(old, new, tensors, base=0, version=1), old, tensors, held=0)
-    assert np.array_equal(old[: 2 * items], new[: 2 * items])
-
-
 def forged(blocks: list[dict[str, int]], payload: bytes) -> bytes:
     """A frame with a right checksum: from another release, or an attacker."""
     head = msgspec.msgpack.encode({"base": 0, "version": 1, "sizes": [8], "blocks": blocks})

@@ -224,16 +224,6 @@ def test_silent_peer_without_keys_is_logged(wire: Wire, logs: list[EventDict]) -
     assert "ZeroMQ retries" in refusal["remedy"]
 
 
-def test_keys_are_never_logged(wire: Wire, logs: list[EventDict], key_sets: dict[str, SecurityConfig]) -> None:
-    wire.router(key_sets["none"])
-    try_send(wire.dealer("refused", key_sets["another client key"]))
-    until_refused(logs, Refusal.UNKNOWN_CLIENT)
-    clients = [client_keys(key_sets[name], ROLLOUT, service=BUFFER) for name in ("none", "another client key")]
-    holders = [service_keys(key_sets["none"], BUFFER), *clients]
-    shown = repr([logs, *holders])
-    assert [holder for holder in holders if holder is None or holder.secret.decode() in shown] == []
-
-
 def test_refusals_are_counted_and_logged_rarely(logs: list[EventDict]) -> None:
     now = 100.0
     refusals = HandshakeRefusals("tcp://127.0.0.1:1", clock=lambda: now)

@@ -218,7 +218,6 @@ RULES = st.builds(
     st.sampled_from(["k1", "k2", "k3"]),
     st.floats(1.01, 5),
 )
-WEIGHTS = st.sampled_from(["token", "sequence"])
 
 
 @st.composite
@@ -228,21 +227,6 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     lengths = draw(st.lists(st.integers(0, actions), min_size=rows, max_size=rows))
     mask_BT = (torch.arange(actions)[None] < torch.tensor(lengths)[:, None]).float()
     return torch.tensor(log_ratios).reshape(rows, actions), mask_BT
-
-
-@settings(max_examples=60)
-@given(batch=batches(), weight=WEIGHTS, cap=st.floats(0.1, 50))
-def test_weights_are_at_most_cap(batch: tuple[Tensor, Tensor], weight: str, cap: float) -> None:
-    weights_BT = correct(*batch, config(weight=weight, cap=cap)).importance_weights_BT
-    assert bool(((weights_BT >= 0) & (weights_BT <= torch.tensor(cap))).all())
-
-
-@settings(max_examples=60)
-@given(batch=batches(), weight=WEIGHTS, low=st.floats(0, 1), width=st.floats(0.1, 9))
-def test_weights_are_in_band_or_zero(batch: tuple[Tensor, Tensor], weight: str, low: float, width: float) -> None:
-    weights_BT = correct(*batch, config(weight=weight, band=(low, low + width))).importance_weights_BT
-    inside_BT = (weights_BT >= low) & (weights_BT <= low + width)
-    assert bool((inside_BT | (weights_BT == 0)).all())
 
 
 @settings(max_examples=60)

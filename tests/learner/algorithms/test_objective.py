@@ -155,6 +155,7 @@ REJECTING: list[dict[str, Any]] = [
             }
             for mode in get_args(Aggregation)
         ],
+        {"advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}, "clip_range": None}},
     ],
     ids=str,
 )

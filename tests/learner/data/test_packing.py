@@ -93,13 +93,6 @@ def test_action_values_round_trip_through_rows(sequences: list[TokenSequence]) -
         assert torch.equal(batch.padded(values_A), batch.of_step(numbers_BT))
 
 
-def test_action_is_predicted_from_token_before() -> None:
-    (batch,) = pack(numbered(4), token_budget=BUDGET)
-    assert batch.input_ids_1N.tolist() == [[0, 1, 2]]
-    assert batch.action_positions_A.tolist() == [0, 1, 2]
-    assert batch.actions_A.tolist() == [1, 2, 3]
-
-
 def test_sequences_share_micro_batch_where_they_fit() -> None:
     batches = pack(numbered(5, 40, 5), token_budget=BUDGET)
     assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]

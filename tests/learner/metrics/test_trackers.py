@@ -127,13 +127,6 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_metrics_always_go_to_run_folder(tmp_path: Path) -> None:
-    (tracker,) = trackers_of(configuration(tmp_path))
-    tracker.log(STEP)
-    tracker.close()
-    assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
-
-
 def test_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
     with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     Llama4ForCausalLM,
@@ -90,14 +88,6 @@ def test_output_and_gradients_equal_masked_attention(
     torch.testing.assert_close(
         torch.autograd.grad((out * direction).sum(), inputs), torch.autograd.grad((reference * direction).sum(), inputs)
     )
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_any_lengths_equal_masked_attention(lengths: list[int]) -> None:
-    states = random_states(lengths, heads=2, key_heads=1)
-    out, _ = segments_attention(torch.nn.Identity(), *states, None, segment_lengths=lengths)
-    torch.testing.assert_close(out, masked_attention(*states, lengths, scaling=HEAD_DIM**-0.5))
 
 
 def test_mask_is_refused() -> None:

@@ -40,7 +40,6 @@ from tests.learner.recorded import VOCABULARY, build_train_step, options_of, run
 
 MakeConfig = Callable[..., RunConfig]
 LENGTHS = (5, 12, 9)
-SHAPE = (LAYOUT.layers, LAYOUT.per_token)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

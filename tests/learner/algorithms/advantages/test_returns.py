@@ -33,11 +33,6 @@ def test_discounted_sums_are_those_of_recursion(numbers: list[int], discount: fl
     torch.testing.assert_close(discounted_sum(matrix(numbers), discount), matrix(expected[:-1]))
 
 
-def test_each_row_may_have_its_own_discount() -> None:
-    ours_BT = discounted_sum(matrix([0, 0, 1], [0, 0, 1]), matrix([0.5], [0]))
-    torch.testing.assert_close(ours_BT, matrix([0.25, 0.5, 1], [0, 0, 1]))
-
-
 @pytest.mark.parametrize(
     ("rewards_BT", "discount", "expected_BT"),
     [
@@ -104,14 +99,6 @@ def of_two_tokens(rewards: list[float], probability_BT: Tensor, lengths: list[in
     """Actions with these probabilities, so that the squared norm 1 - 2 π + Σ π² is 2 (1 - π)²."""
     collision_BT = collision_of_two(probability_BT)
     return replace(batch([rewards], lengths), logprobs_BT=probability_BT.log(), collision_BT=collision_BT)
-
-
-def test_weight_is_squared_norm_of_logit_gradient() -> None:
-    logits_V = torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
-    probability_V = logits_V.softmax(0).detach()
-    (gradient_V,) = torch.autograd.grad(logits_V.log_softmax(0)[2], logits_V)
-    weight = 1 - 2 * probability_V[2] + probability_V.square().sum()
-    torch.testing.assert_close(gradient_V.square().sum(), weight)
 
 
 HALF = matrix([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
