@@ -126,7 +126,7 @@ def test_message_of_other_direction_is_an_error() -> None:
         decode(stored_frames()["tickets"], m.ToService)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damaged_frames_raise_only_frame_error(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(EXAMPLES)))
