@@ -138,7 +138,6 @@ def load_experts(folder: Path, config: RunConfig, world: World) -> Results:
 
 Phase = Callable[[Path, RunConfig, World], Results]
 PHASES: dict[str, tuple[Phase, int, Mapping[str, int]]] = {
-    "load_alone": (load_large, 1, {}),
     "load_large": (load_large, 2, {}),
     "load_experts": (load_experts, 2, {}),
     "shared_rows": (shared_rows, 4, {"tp": 2}),
