@@ -41,15 +41,6 @@ def test_figures_by_hand(mode: Aggregation, expected: float) -> None:
 
 
 @all_modes
-def test_update_without_actions_has_loss_0(mode: Aggregation) -> None:
-    values_BT = torch.ones(2, 3, requires_grad=True)
-    found = figure(values_BT, torch.zeros(2, 3), mode)
-    (gradient_BT,) = torch.autograd.grad(found, values_BT)
-    assert found.item() == 0.0
-    assert not gradient_BT.any()
-
-
-@all_modes
 @given(
     seed=st.integers(0, 2**16),
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),

@@ -17,7 +17,7 @@ import structlog
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.distribution import OVERTAKEN_OFTEN
-from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
+from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import honest
 from tests.learner.weights.member import main as member_main
 
@@ -25,7 +25,6 @@ SHORT_S = 2.0
 """The deadline where it is to pass; a sound member that misses it too comes back."""
 
 short_deadline = pytest.mark.parametrize("deadline_s", [SHORT_S])
-every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
 
 
 @every_transport

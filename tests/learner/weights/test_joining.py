@@ -106,3 +106,4 @@ def test_newcomers_enter_a_group_together(learner: Learner, join: Join) -> None:
     assert formed == [{"early", "leaves"}, {"early", "quick", "slow"}]
     assert quick.announced == [(1, "stream"), (2, "stream"), (3, "stream"), (4, "gloo")]
     assert early.announced == [(version, "gloo") for version in range(1, 5)]
+    assert learner.publisher.figures.evictions == 0

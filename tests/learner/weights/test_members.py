@@ -52,12 +52,6 @@ def test_successful_update_resets_eviction_count() -> None:
     assert roster.evict(back, "slow") == 0.0
 
 
-def test_a_server_of_another_run_is_no_member() -> None:
-    roster = Roster("another", deadline_s=DEADLINE_S)
-    assert not roster.receive_join(b"s", heartbeat())
-    assert not list(roster)
-
-
 def test_dead_server_without_engine_is_counted_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: now))
@@ -106,8 +100,3 @@ def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, wai
     willing = [newcomer, stays] if left else [newcomer, stays, leaves]
     group = next_group(willing, [stays, leaves], others_fetch=others_fetch, patience_s=DEADLINE_S)
     assert group == [each for each in willing if each is not newcomer or enters]
-
-
-def test_first_group_waits_for_nobody() -> None:
-    first = member("gloo")
-    assert next_group([first], [], others_fetch=True, patience_s=DEADLINE_S) == [first]

@@ -110,20 +110,6 @@ def test_member_without_common_transport_is_evicted(learner: Learner, join: Join
     assert all(name in stranger.evictions[0] for name in ("pigeon", "gloo", "stream"))
 
 
-def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None:
-    entering = threading.Event()
-    stays, leaves = join("stays"), join("leaves", leaves=True, before_applying=entering.set)
-    gathered(learner, "stays", "leaves")
-    learner.publish(1)
-    for member in (stays, leaves):
-        member.wait_for(1)
-    leaves.close()
-    gathered(learner, "stays")
-    learner.publish(2)
-    assert same(stays.wait_for(2), learner.sent[2])
-    assert learner.publisher.figures.evictions == 0
-
-
 @pytest.mark.parametrize("deadline_s", [2.0])
 @pytest.mark.parametrize("transport", ["gloo", "stream"])
 def test_deadline_rests_while_a_member_holds(learner: Learner, join: Join, deadline_s: float) -> None:
