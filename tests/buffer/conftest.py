@@ -43,11 +43,8 @@ def make_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path
     def make(**buffer: object) -> RunConfig:
         return RunConfig.model_validate(
             {
-                "run": {"name": run_name, "dir": str(tmp_path)},
-                "model": {"build": "digits"},
-                "redis": {"url": redis_url},
-                "rollout": {"group_size": 2},
-                "learner": {"groups_per_step": 4},
+                "run": {"name": run_name, "dir": str(tmp_path)}, "model": {"build": "digits"},
+                "redis": {"url": redis_url}, "rollout": {"group_size": 2}, "learner": {"groups_per_step": 4},
                 "eval": {"tasks": 100},
                 "buffer": {
                     "bind": free_address, "endpoint": free_address, "max_staleness": 1, "reply_deadline_s": 10.0,

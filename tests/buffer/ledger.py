@@ -30,15 +30,9 @@ def ruled(ledger: Ledger, **rules: Any) -> Ledger:
 
 
 async def issue(
-    store: Ledger,
-    credits: int,
-    *,
-    server: str = "r0",
-    server_version: int = 0,
-    deadline_s: float = LATER_S,
-    skip: Sequence[Place] = (),
-    **rules: Any,
-) -> list[IssuedTask]:
+    store: Ledger, credits: int, *, server: str = "r0", server_version: int = 0, deadline_s: float = LATER_S,
+    skip: Sequence[Place] = (), **rules: Any,
+) -> list[IssuedTask]:  # fmt: skip
     """Grants a server tickets, by default under these `rules` whatever the ledger's are."""
     await store.join(server, "first")
     rules = {"max_staleness": 1, "groups_per_version": 4, "bounds": UNBOUNDED, "ticket_deadline_s": deadline_s} | rules
@@ -48,23 +42,16 @@ async def issue(
 
 
 def group(
-    id: str,
-    *,
-    oldest_version: int = 0,
-    newest_version: int = 0,
-    order: Order | None = None,
-    length: int = 3,
+    id: str, *, oldest_version: int = 0, newest_version: int = 0, order: Order | None = None, length: int = 3,
     dropped: Mapping[str, Mapping[int, int]] | None = None,
-) -> DeliveredGroup:
+) -> DeliveredGroup:  # fmt: skip
     """One answer of `length` tokens, in the order of the tickets."""
     return DeliveredGroup(
-        id,
-        blob=f"bytes of {id}".encode(),
-        oldest_version=oldest_version,
+        id, blob=f"bytes of {id}".encode(), oldest_version=oldest_version,
         newest_version=max(oldest_version, newest_version),
         order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
         facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
-    )
+    )  # fmt: skip
 
 
 async def deliver(store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
@@ -81,16 +68,9 @@ async def fail(store: Ledger, id: str, *, reason: str = "broken", tokens: int = 
 
 
 async def lease(
-    store: Ledger,
-    step: int,
-    count: int,
-    *,
-    consuming_version: int = 0,
-    max_staleness: int = 1,
-    deadline_s: float = LATER_S,
-    groups_per_version: int = 4,
-    bounds: Bounds = UNBOUNDED,
-) -> list[str]:
+    store: Ledger, step: int, count: int, *, consuming_version: int = 0, max_staleness: int = 1,
+    deadline_s: float = LATER_S, groups_per_version: int = 4, bounds: Bounds = UNBOUNDED,
+) -> list[str]:  # fmt: skip
     rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
     store = ruled(store, lease_deadline_s=deadline_s, **rules)
     found = await store.lease(step, consuming_version=consuming_version, count=count)

@@ -88,13 +88,10 @@ async def test_peers_without_keys_are_refused(
 LEARNER_COMMANDS: list[m.Message] = [
     m.LearnerHello(request=7, incarnation="thief", run="run", step=0),
     m.LeaseRequest(request=7, incarnation="a1", step=0, count=1, consuming_version=0, wait_s=0.0),
-    m.Trained(request=7, incarnation="a1", step=0),
-    m.Published(request=7, incarnation="a1", version=9, evaluate=True),
-    m.Throttle(request=7, incarnation="a1", max_staleness=0),
-    m.Checkpointed(request=7, incarnation="a1", step=9),
-    m.Finish(request=7, incarnation="a1"),
-    m.StateRequest(request=7),
-]
+    m.Trained(request=7, incarnation="a1", step=0), m.Published(request=7, incarnation="a1", version=9, evaluate=True),
+    m.Throttle(request=7, incarnation="a1", max_staleness=0), m.Checkpointed(request=7, incarnation="a1", step=9),
+    m.Finish(request=7, incarnation="a1"), m.StateRequest(request=7),
+]  # fmt: skip
 
 
 async def test_each_key_allows_the_messages_of_its_role(config: RunConfig, tmp_path: Path) -> None:

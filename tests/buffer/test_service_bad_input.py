@@ -43,8 +43,7 @@ async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     first, second, third = await server.tickets()
     await server.credits(0)
     await server.send(
-        m.Deliver(ids=[first.id, second.id, third.id]),
-        encode(answered(first)), b"garbage", encode(answered(first)),
+        m.Deliver(ids=[first.id, second.id, third.id]), encode(answered(first)), b"garbage", encode(answered(first)),
     )  # fmt: skip
     outcomes = (await server.receive(m.Acknowledge)).outcomes
     assert outcomes == {first.id: "ready", second.id: m.AGAIN, third.id: m.AGAIN}
@@ -95,24 +94,20 @@ async def test_untrainable_group_is_filtered(server: Peer, service: BufferServic
 LONG = np.ones(1026, dtype=m.MASK_DTYPE)
 LONG[0] = 0
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
-    "other_ticket": {"indices": [10]},
-    "other_ticket, epoch": {"epoch": 1},
-    "other_ticket, kind": {"kind": m.EVAL},
+    "other_ticket": {"indices": [10]}, "other_ticket, epoch": {"epoch": 1}, "other_ticket, kind": {"kind": m.EVAL},
     "wrong_episodes": {"trajectories": [trajectory(), trajectory(episode=1), trajectory(episode=2)]},
     "invalid_reward": {"trajectories": [trajectory(), trajectory(reward=1e15, episode=1)]},
     "answer_too_long": {
         "trajectories": [
             trajectory(),
             msgspec.structs.replace(
-                trajectory(episode=1),
-                token_ids=LONG.astype(m.TOKEN_DTYPE).tobytes(),
-                action_mask=LONG.tobytes(),
+                trajectory(episode=1), token_ids=LONG.astype(m.TOKEN_DTYPE).tobytes(), action_mask=LONG.tobytes(),
                 behaviour_logprobs=(-0.5 * LONG).astype(m.LOGPROB_DTYPE).tobytes(),
                 spans=[m.VersionSpan(version=0, start=1, end=1026)],
             ),
         ]
     },
-}
+}  # fmt: skip
 """What contradicts a ticket, by the reason code of its refusal."""
 
 
@@ -208,15 +203,10 @@ def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
 @pytest.mark.parametrize(
     "group",
     [
-        train_group("unknown"),
-        train_group("e0-0"),
-        train_group("1", versions=()),
-        m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[]),
-        eval_group(indices=[], rewards=[1.0]),
-        eval_group(indices=[0, 1], rewards=[1.0]),
-        eval_group(indices=[-1], rewards=[1.0]),
-        eval_group(indices=[0], rewards=[float("nan")]),
-        eval_group(indices=[0], rewards=[float("inf")]),
+        train_group("unknown"), train_group("e0-0"), train_group("1", versions=()),
+        m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[]), eval_group(indices=[], rewards=[1.0]),
+        eval_group(indices=[0, 1], rewards=[1.0]), eval_group(indices=[-1], rewards=[1.0]),
+        eval_group(indices=[0], rewards=[float("nan")]), eval_group(indices=[0], rewards=[float("inf")]),
         eval_group(indices=[0, 1], rewards=[1.7e308, 1.7e308]),
     ],
     ids=["strange id", "evaluation's id", "no action token", "empty", "eval of nothing", "eval with missing answers",

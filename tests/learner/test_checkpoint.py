@@ -226,18 +226,15 @@ def overwrite(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "overwritten": overwrite,
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied": lambda path: os.truncate(path, 0),
-    "deleted": Path.unlink,
-}
+    "overwritten": overwrite, "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0), "deleted": Path.unlink,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        *(("__0_0.distcp", damage) for damage in DAMAGE),
-        (".metadata", "truncated"), (".metadata", "deleted"),
+        *(("__0_0.distcp", damage) for damage in DAMAGE), (".metadata", "truncated"), (".metadata", "deleted"),
         ("progress.json", "overwritten"), ("progress.json", "deleted"),
         ("checksums.json", "emptied"), ("checksums.json", "deleted"),
     ],

@@ -63,17 +63,11 @@ class Hub:
         done = subprocess.run(
             [sys.executable, "-P", "-c", RESOLVE, path, *([revision] if revision else [])],
             env={
-                "HF_ENDPOINT": self.endpoint,
-                "HF_HOME": str(self.home),
-                "PATH": "",
-                "PYTHONPATH": ":".join(sys.path),
+                "HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.home), "PATH": "", "PYTHONPATH": ":".join(sys.path),
                 **environment,
             },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
         return done.stdout.strip()
 
 

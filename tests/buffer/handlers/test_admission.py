@@ -9,34 +9,24 @@ import pytest
 from slipstream.buffer.handlers.ingest import Dropped, EvalSliceResult, IngestSettings, admit, inspect
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import decode_group, encode
-from slipstream.buffer.wire.messages import (
-    EVAL,
-    MAJORITY,
-    Group,
-)
+from slipstream.buffer.wire.messages import EVAL, MAJORITY, Group
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
 
 
 def run(
-    folder: Path,
-    *filters: Mapping[str, object],
-    advantage: str = "grpo",
-    digit_weight: float = 0.0,
-    curriculum: object = None,
-    eval_samples: int = 1,
-) -> RunConfig:
+    folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", digit_weight: float = 0.0,
+    curriculum: object = None, eval_samples: int = 1,
+) -> RunConfig:  # fmt: skip
     return RunConfig.model_validate(
         {
-            "run": {"dir": folder},
-            "model": {"build": "digits"},
+            "run": {"dir": folder}, "model": {"build": "digits"},
             "rewards": [{"name": "exact_match"}, {"name": "digit_match", "weight": digit_weight}],
-            "buffer": {"filters": filters, "curriculum": curriculum},
-            "learner": {"advantage": advantage},
+            "buffer": {"filters": filters, "curriculum": curriculum}, "learner": {"advantage": advantage},
             "eval": {"samples": eval_samples},
         }
-    )
+    )  # fmt: skip
 
 
 def stored(group: Group, config: RunConfig) -> DeliveredGroup:

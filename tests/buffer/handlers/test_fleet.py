@@ -264,16 +264,14 @@ async def test_returned_slice_allows_another(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("tasks", "credits", "shares"),
     [
-        (100, {"a": 8, "b": 8}, {"a": 16, "b": 16}),
-        (11, {"a": 8, "b": 8}, {"a": 5, "b": 6}),
-        (10, {"a": 12, "b": 4}, {"a": 7, "b": 3}),
-        (10, {"a": 8, "b": 0}, {"a": 10}),
+        (100, {"a": 8, "b": 8}, {"a": 16, "b": 16}), (11, {"a": 8, "b": 8}, {"a": 5, "b": 6}),
+        (10, {"a": 12, "b": 4}, {"a": 7, "b": 3}), (10, {"a": 8, "b": 0}, {"a": 10}),
         (10, {"a": 8, "b": 8, "newer": 8, "silent": 8}, {"a": 5, "b": 5}),
         (2, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)),
         (100, dict.fromkeys(FLEET, 8), dict.fromkeys(FLEET, 1)),
     ],
     ids=["played at once", "even", "by credits", "engine restarts", "others do not count", "few tasks", "large fleet"],
-)
+)  # fmt: skip
 async def test_servers_share_held_out_tasks(
     config: RunConfig, tasks: int, credits: dict[str, int], shares: dict[str, int]
 ) -> None:
@@ -316,11 +314,9 @@ async def test_issue_keeps_to_credits_and_capacity(store: Ledger) -> None:
     for server in "abc":
         await store.join(server, "first")
     requests = [
-        TicketRequest("a", version=0, credits=3, tickets=9),
-        TicketRequest("unknown", version=0, credits=9, tickets=9),
-        TicketRequest("b", version=0, credits=9, tickets=2),
-        TicketRequest("c", version=0, credits=9, tickets=9),
-    ]
+        TicketRequest("a", version=0, credits=3, tickets=9), TicketRequest("unknown", version=0, credits=9, tickets=9),
+        TicketRequest("b", version=0, credits=9, tickets=2), TicketRequest("c", version=0, credits=9, tickets=9),
+    ]  # fmt: skip
     for expected in ([3, 0, 2, 3], [0, 0, 0, 0]):
         issued = await store.issue(requests, train_tasks=TRAIN_TASKS)
         assert [len(tasks) for tasks in issued] == expected

@@ -23,13 +23,10 @@ from tests.buffer.rollback import Moment
 Call = Callable[[BufferClient], object]
 CALLS: dict[str, Call] = {
     "lease": lambda client: client.lease(0, count=4, consuming_version=0, wait_s=60.0),
-    "trained": lambda client: client.trained(0),
-    "published": lambda client: client.published(1, evaluate=False),
-    "throttle": lambda client: client.throttle(0),
-    "checkpointed": lambda client: client.checkpointed(1),
-    "hello": lambda client: client.hello(0),
-    "finish": lambda client: client.finish(),
-}
+    "trained": lambda client: client.trained(0), "published": lambda client: client.published(1, evaluate=False),
+    "throttle": lambda client: client.throttle(0), "checkpointed": lambda client: client.checkpointed(1),
+    "hello": lambda client: client.hello(0), "finish": lambda client: client.finish(),
+}  # fmt: skip
 
 
 @pytest.fixture

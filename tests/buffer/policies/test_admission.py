@@ -79,13 +79,10 @@ async def test_use_of_groups_is_as_expected(
 @pytest.mark.parametrize(
     ("limiter", "max_staleness", "publish_every_steps", "uses"),
     [
-        ({"max_uses": 4}, 4, 1, 4),
-        ({"max_uses": 8}, 4, 1, 5),
-        ({"max_uses": 8}, 0, 3, 3),
-        ({"max_uses": 4, "samples_per_insert": 1.5}, 4, 1, 1.5),
-        ({"samples_per_insert": 0.5}, 4, 1, 1),
+        ({"max_uses": 4}, 4, 1, 4), ({"max_uses": 8}, 4, 1, 5), ({"max_uses": 8}, 0, 3, 3),
+        ({"max_uses": 4, "samples_per_insert": 1.5}, 4, 1, 1.5), ({"samples_per_insert": 0.5}, 4, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_uses_are_bounded(limiter: dict[str, float], max_staleness: int, publish_every_steps: int, uses: float) -> None:
     buffer = BufferConfig.model_validate({"limiter": limiter, "max_staleness": max_staleness})
     assert uses_per_group(buffer, publish_every_steps=publish_every_steps) == uses

@@ -22,14 +22,12 @@ REWARDS = [0.2, 0.8, 0.1, -0.5]
 @pytest.mark.parametrize(
     ("strategy", "rewards", "exponent", "expected"),
     [
-        ("best_of_n", REWARDS, 1.0, [0, 1, 0, 0]),
-        ("best_random", REWARDS, 1.0, [1 / 6, 1 / 2, 1 / 6, 1 / 6]),
+        ("best_of_n", REWARDS, 1.0, [0, 1, 0, 0]), ("best_random", REWARDS, 1.0, [1 / 6, 1 / 2, 1 / 6, 1 / 6]),
         ("best_worst", REWARDS, 1.0, [0, 1 / 2, 0, 1 / 2]),
-        ("pow", REWARDS, 1.0, [0.2 / 1.6, 0.8 / 1.6, 0.1 / 1.6, 0.5 / 1.6]),
-        ("pow", [1, 3], 2.0, [0.1, 0.9]),
+        ("pow", REWARDS, 1.0, [0.2 / 1.6, 0.8 / 1.6, 0.1 / 1.6, 0.5 / 1.6]), ("pow", [1, 3], 2.0, [0.1, 0.9]),
         ("pow", [0, 0, 0, 0], 2.0, [0.25] * 4),
     ],
-)
+)  # fmt: skip
 def test_weights_match_paper(strategy: Strategy, rewards: list[float], exponent: float, expected: list[float]) -> None:
     assert rank_weights(rewards, strategy=strategy, exponent=exponent) == pytest.approx(expected)
 

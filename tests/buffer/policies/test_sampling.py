@@ -18,14 +18,9 @@ RUNS = 4_000
 
 
 def place(
-    name: Literal["fifo", "freshest", "uniform", "prioritized"],
-    *,
-    number: int = 0,
-    version: int = 0,
-    rewards: Sequence[float] = (0.0, 1.0),
-    exponent: float = 1.0,
-    rng: np.random.Generator | None = None,
-) -> Order:
+    name: Literal["fifo", "freshest", "uniform", "prioritized"], *, number: int = 0, version: int = 0,
+    rewards: Sequence[float] = (0.0, 1.0), exponent: float = 1.0, rng: np.random.Generator | None = None,
+) -> Order:  # fmt: skip
     sampler = SamplerConfig(name=name, exponent=exponent)
     return order(sampler, number=number, oldest_version=version, rewards=rewards, rng=rng or np.random.default_rng(0))
 
@@ -77,13 +72,10 @@ def test_random_samplers_draw_exponential_keys(name: Literal["uniform", "priorit
 @pytest.mark.parametrize(
     ("rewards", "exponent", "weight"),
     [
-        ((-2, 2, -2, 2), 0.0, 1.0),
-        ((-2, 2, -2, 2), 1.0, 2.0),
-        ((-2, 2, -2, 2), 2.0, 4.0),
-        ((1, 1, 1), 1.0, LEAST_WEIGHT),
-        ((-1e300, 1e300), 3.0, MOST_WEIGHT),
+        ((-2, 2, -2, 2), 0.0, 1.0), ((-2, 2, -2, 2), 1.0, 2.0), ((-2, 2, -2, 2), 2.0, 4.0),
+        ((1, 1, 1), 1.0, LEAST_WEIGHT), ((-1e300, 1e300), 3.0, MOST_WEIGHT),
     ],
-)
+)  # fmt: skip
 def test_weight_is_reward_spread_to_exponent(rewards: Sequence[float], exponent: float, weight: float) -> None:
     assert place("prioritized", rewards=rewards, exponent=exponent).weight == pytest.approx(weight)
 

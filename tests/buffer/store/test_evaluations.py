@@ -33,13 +33,7 @@ async def report(store: Ledger) -> m.EvalReport:
 
 
 async def evaluate(
-    store: Ledger,
-    tasks: int,
-    *,
-    server: str = "r0",
-    version: int = 3,
-    share: int = ALL,
-    deadline_s: float = LATER_S,
+    store: Ledger, tasks: int, *, server: str = "r0", version: int = 3, share: int = ALL, deadline_s: float = LATER_S
 ) -> tuple[int, list[EvalSlice]]:
     """Ranges left and slices issued to a server, of that many held-out tasks."""
     store = ruled(store, ticket_deadline_s=deadline_s)
@@ -52,13 +46,9 @@ async def join(store: Ledger, *servers: str) -> None:
 
 
 async def answer(
-    store: Ledger,
-    work: EvalSlice,
-    *,
-    score_sum: float = 0.0,
-    version: int = 3,
+    store: Ledger, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3,
     failures: Mapping[str, int] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     tallies = {"score": (score_sum, score_sum)}  # rewards of 0 and 1
     return await store.evaluations.record(
         work, version=version, failures=failures or {}, tallies=tallies, blob=b"answers"

@@ -20,19 +20,7 @@ from slipstream.buffer.store.types import Lease, TicketRequest
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import LimiterConfig, SamplerConfig, smallest_tolerance
 from tests.buffer.conftest import MakeConfig
-from tests.buffer.ledger import (
-    RULES,
-    TRAIN_TASKS,
-    counts,
-    deliver,
-    fail,
-    group,
-    issue,
-    lease,
-    ready,
-    ruled,
-    states,
-)
+from tests.buffer.ledger import RULES, TRAIN_TASKS, counts, deliver, fail, group, issue, lease, ready, ruled, states
 from tests.buffer.policies.limits import may_insert, may_lease
 
 

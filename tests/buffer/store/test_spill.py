@@ -260,12 +260,9 @@ async def test_failed_write_is_not_repeated_at_once(store: Ledger, tmp_path: Pat
 
 
 KILL_POINTS = {
-    "write": "spill.write_atomically",
-    "fsync": "files.os.fsync",
-    "rename": "files.Path.rename",
-    "fsync of the folder": "files.fsync_path",
-    "script": "Scripts.call",
-}
+    "write": "spill.write_atomically", "fsync": "files.os.fsync", "rename": "files.Path.rename",
+    "fsync of the folder": "files.fsync_path", "script": "Scripts.call",
+}  # fmt: skip
 """What the killed process reaches last."""
 SPILL_UNTIL_KILLED = """
 import asyncio, os, signal, sys
@@ -376,13 +373,9 @@ async def restore_older(store: Ledger, before: Moment) -> None:
 
 @pytest.mark.parametrize("lose", [forget_run, restore_older])
 async def test_files_of_another_ledger_are_moved_aside(
-    store: Ledger,
-    spiller: Spiller,
-    folder: SpillFolder,
-    run_name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Ledger, spiller: Spiller, folder: SpillFolder, run_name: str, monkeypatch: pytest.MonkeyPatch,
     lose: Callable[[Ledger, Moment], Awaitable[None]],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(spill, "UNREFERENCED_S", 0.0)
     before = await Moment.of(store.scripts.redis, run_name)
     ids = await spilled(store, spiller, 2)

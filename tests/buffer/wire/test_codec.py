@@ -186,23 +186,19 @@ def changed(**fields: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed(token_ids=b"\0" * 12), "different lengths"),
-        (changed(token_ids=b"\0" * 15), "different lengths"),
+        (changed(token_ids=b"\0" * 12), "different lengths"), (changed(token_ids=b"\0" * 15), "different lengths"),
         (changed(behaviour_logprobs=b"\0" * 20), "different lengths"),
         (changed(action_mask=b"\0\0\1\1\1"), "different lengths"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span"),
-        (changed(reward=float("nan")), "reward"),
-        (changed(reward=float("-inf")), "reward"),
-        (changed(reward=1.1e8), "reward"),
-        (changed(scores={"unweighted": float("inf")}), "unweighted"),
+        (changed(reward=float("nan")), "reward"), (changed(reward=float("-inf")), "reward"),
+        (changed(reward=1.1e8), "reward"), (changed(scores={"unweighted": float("inf")}), "unweighted"),
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
-        (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"),
-        (changed(episode=0), "scores"),
+        (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"), (changed(episode=0), "scores"),
         (changed(images=["aa"]), "image aa"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
     good = train_group("17")
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
@@ -230,15 +226,12 @@ def test_long_group_is_compressed(group: m.Group, is_compressed: bool) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda frame: frame[:-1],
-        lambda frame: frame[:5],
-        lambda frame: frame[:4] + b"\xff" * 4 + frame[8:],
+        lambda frame: frame[:-1], lambda frame: frame[:5], lambda frame: frame[:4] + b"\xff" * 4 + frame[8:],
         lambda frame: frame[:100] + bytes(50) + frame[150:],
         lambda frame: zstandard.ZstdCompressor(write_content_size=False).compress(zstandard.decompress(frame)),
-        lambda frame: zstandard.compress(b""),
-        lambda frame: zstandard.compress(b"no group"),
+        lambda frame: zstandard.compress(b""), lambda frame: zstandard.compress(b"no group"),
     ],
-)
+)  # fmt: skip
 def test_damaged_compressed_group_is_refused(damage: Callable[[bytes], bytes]) -> None:
     with pytest.raises(FrameError):
         decode_group(damage(encode_group(LONG)))

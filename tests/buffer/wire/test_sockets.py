@@ -51,11 +51,9 @@ def key_sets(keys: SecurityConfig, tmp_path: Path) -> dict[str, SecurityConfig]:
     """Keys by their defect."""
     others = made(tmp_path / "others")
     return {
-        "none": keys,
-        "no keys": PLAIN,
-        "another client key": mixed(tmp_path / "1", service=keys, client=others),
+        "none": keys, "no keys": PLAIN, "another client key": mixed(tmp_path / "1", service=keys, client=others),
         "another service key": mixed(tmp_path / "2", service=others, client=keys),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -183,11 +181,7 @@ def test_client_without_queue_sends_only_when_connected(wire: Wire) -> None:
     ("defect", "service_log", "client_log"),
     [
         # Which of the two disconnects first is a race.
-        (
-            "no keys",
-            (Refusal.BROKEN_OFF, Refusal.KEYS_ON_ONE_SIDE),
-            (Refusal.UNFINISHED, Refusal.KEYS_ON_ONE_SIDE),
-        ),
+        ("no keys", (Refusal.BROKEN_OFF, Refusal.KEYS_ON_ONE_SIDE), (Refusal.UNFINISHED, Refusal.KEYS_ON_ONE_SIDE)),
         ("another client key", (Refusal.UNKNOWN_CLIENT,), (Refusal.KEY_REFUSED,)),
         ("another service key", (Refusal.OTHER_SERVICE_KEY,), (Refusal.BROKEN_OFF,)),
     ],

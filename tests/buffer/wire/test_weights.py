@@ -13,12 +13,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 tensors = st.lists(
     st.builds(
-        TensorInfo,
-        name=st.just("weight"),
-        dtype=st.sampled_from(sorted(ITEM_BYTES)),
+        TensorInfo, name=st.just("weight"), dtype=st.sampled_from(sorted(ITEM_BYTES)),
         shape=st.lists(st.integers(0, 50), max_size=3),
     )
-)
+)  # fmt: skip
 
 
 @given(tensors)

@@ -25,14 +25,10 @@ def figure(values_BT: Tensor, mask_BT: Tensor, mode: Aggregation, totals: Totals
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("token-mean", 10 / 4),
-        ("token-sum", 10.0),
-        ("seq-mean-token-sum", 10 / 2),
-        ("seq-mean-token-mean", (6 / 3 + 4) / 2),
-        ("seq-mean-token-sum-norm", 10 / 2 / 8),
-        ("constant", 10 / 3),
+        ("token-mean", 10 / 4), ("token-sum", 10.0), ("seq-mean-token-sum", 10 / 2),
+        ("seq-mean-token-mean", (6 / 3 + 4) / 2), ("seq-mean-token-sum-norm", 10 / 2 / 8), ("constant", 10 / 3),
     ],
-)
+)  # fmt: skip
 def test_figures_by_hand(mode: Aggregation, expected: float) -> None:
     values_BT = torch.tensor([[1.0, 2.0, 3.0], [7.0, 7.0, 7.0], [9.0, 4.0, torch.nan]])
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])

@@ -54,15 +54,11 @@ def test_fixed_coefficient_is_that_of_configuration() -> None:
 @pytest.mark.parametrize(
     ("kl", "episodes", "factor"),
     [
-        (0.1, 256, 1.0),
-        (0.11, 256, 1 + 0.1 * 0.256),
-        (5.0, 256, 1 + 0.2 * 0.256),
-        (0.0, 256, 1 - 0.2 * 0.256),
+        (0.1, 256, 1.0), (0.11, 256, 1 + 0.1 * 0.256), (5.0, 256, 1 + 0.2 * 0.256), (0.0, 256, 1 - 0.2 * 0.256),
         (-1.0, 256, 1 - 0.2 * 0.256),  # k1 may be negative
-        (0.0, 50_000, 0.8),
-        (math.nan, 100, 1.0),
+        (0.0, 50_000, 0.8), (math.nan, 100, 1.0),
     ],
-)
+)  # fmt: skip
 def test_adaptive_coefficient_follows_relative_error(kl: float, episodes: int, factor: float) -> None:
     coefficient = KlCoefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
     coefficient.restore(0.7)

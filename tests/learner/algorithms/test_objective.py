@@ -36,15 +36,9 @@ def objective_of(train_step: TrainStep, groups: Path, *, update: int) -> tuple[O
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        learner=train_step.learner,
-        horizon=train_step.sampling.max_tokens,
-        loss=build_loss(train_step.learner.loss),
-        prepared=prepared,
-        update=update,
-        totals=totals_of(mask_BT),
-        kl_coefficient=0.0,
-        generator=torch.Generator(),
-    )
+        learner=train_step.learner, horizon=train_step.sampling.max_tokens, loss=build_loss(train_step.learner.loss),
+        prepared=prepared, update=update, totals=totals_of(mask_BT), kl_coefficient=0.0, generator=torch.Generator(),
+    )  # fmt: skip
     return objective, batch, score_actions(train_step.model, batch, temperature=0.8)
 
 
@@ -129,19 +123,13 @@ def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, g
 # --- whole steps -----------------------------------------------------------------------------------------------------
 
 CORRECTIONS: list[dict[str, Any]] = [
-    {"proximal": "behaviour"},
-    {"proximal": "interpolate"},
-    {"weight": "sequence"},
-    {"weight": "none"},
-    {"band": [0.5, 2.0]},
-    {"normalise": True},
-]
+    {"proximal": "behaviour"}, {"proximal": "interpolate"}, {"weight": "sequence"}, {"weight": "none"},
+    {"band": [0.5, 2.0]}, {"normalise": True},
+]  # fmt: skip
 REJECTING: list[dict[str, Any]] = [
-    {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]},
-    REJECTS_TOKENS,
-    {"second_moment": 0.04},
-    {"veto": 1e-3},
-]
+    {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]}, REJECTS_TOKENS,
+    {"second_moment": 0.04}, {"veto": 1e-3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,9 @@ def prepared(
     prepare: StepPreparer, data: StepData, *, unpublished_steps: int = 0, kl_coefficient: float = 0.0
 ) -> PreparedStep:
     return prepare(
-        data.rows,
-        data.updates,
-        consuming_version=data.consuming_version,
-        unpublished_steps=unpublished_steps,
+        data.rows, data.updates, consuming_version=data.consuming_version, unpublished_steps=unpublished_steps,
         kl_coefficient=kl_coefficient,
-    )
+    )  # fmt: skip
 
 
 def advantage_inputs(config: RunConfig, world: World, groups: Path) -> tuple[AdvantageInputs, Tensor]:

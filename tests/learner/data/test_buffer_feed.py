@@ -135,12 +135,9 @@ def test_starvation_error_explains_shortage(server: RolloutServer, make_feed: Ma
 
 
 def test_time_before_take_does_not_count_as_waiting(
-    config: RunConfig,
-    server: RolloutServer,
-    make_feed: MakeFeed,
-    lease_requests: list[int],
+    config: RunConfig, server: RolloutServer, make_feed: MakeFeed, lease_requests: list[int],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(buffer_feed, "LEASE_WAIT_S", 0.1)
     feed = make_feed(wait_deadline_s=1e-6)
     with closing(BufferClient(config, "learner")) as client:

@@ -40,14 +40,11 @@ def group_of(sequences: list[TokenSequence], *spans: m.VersionSpan) -> m.Group:
         m.Trajectory(
             token_ids=each.token_ids.astype(m.TOKEN_DTYPE).tobytes(),
             action_mask=each.action_mask.astype(m.MASK_DTYPE).tobytes(),
-            behaviour_logprobs=np.zeros(len(each.token_ids), dtype=m.LOGPROB_DTYPE).tobytes(),
-            spans=list(spans),
-            reward=0.0,
-            scores={},
-            finish_reason="stop",
+            behaviour_logprobs=np.zeros(len(each.token_ids), dtype=m.LOGPROB_DTYPE).tobytes(), spans=list(spans),
+            reward=0.0, scores={}, finish_reason="stop",
         )
         for each in sequences
-    ]
+    ]  # fmt: skip
     return m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories)
 
 

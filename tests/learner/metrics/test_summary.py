@@ -14,12 +14,10 @@ from slipstream.learner.metrics.summary import Metrics, read_records, summarise
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 
 STATE = State(
-    request=0,
-    version=7,
+    request=0, version=7,
     counts=LedgerCounts(issued=12, ready=1, leased=2, trained=4, filtered=2, expired=3, tokens=5000),
-    servers=[ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)],
-    evals=[],
-)
+    servers=[ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)], evals=[],
+)  # fmt: skip
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -39,14 +37,9 @@ def evaluation(number: int, score: float | None, *, coverage: float = 1.0, **fig
 def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "last_step": max((record["step"] for record in records if record["kind"] == "step"), default=0),
-        "policy_version": 7,
-        "state": STATE,
-        "published_s": [0.1, 0.3],
-        "stalls_s": [0.01, 0.02, 0.06],
-        "wall_s": 60.0,
-        "startup_s": 20.0,
-        **others,
-    }
+        "policy_version": 7, "state": STATE, "published_s": [0.1, 0.3], "stalls_s": [0.01, 0.02, 0.06], "wall_s": 60.0,
+        "startup_s": 20.0, **others,
+    }  # fmt: skip
     return summarise(records, **arguments)
 
 

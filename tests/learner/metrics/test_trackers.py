@@ -41,11 +41,7 @@ for tracker in trackers:
 
 def configuration(folder: Path, **tracking: Any) -> RunConfig:
     return RunConfig.model_validate(
-        {
-            "run": {"name": "tracked", "dir": str(folder)},
-            "model": {"build": "digits"},
-            "tracking": tracking,
-        }
+        {"run": {"name": "tracked", "dir": str(folder)}, "model": {"build": "digits"}, "tracking": tracking}
     )
 
 

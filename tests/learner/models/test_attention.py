@@ -37,15 +37,9 @@ def random_states(lengths: list[int], *, heads: int, key_heads: int) -> tuple[Te
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention from all scores and a mask, [1, T, H, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -66,13 +60,9 @@ def masked_attention(
 @pytest.mark.parametrize("softcap", [None, 0.8], ids=["plain", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_output_and_gradients_equal_masked_attention(
-    lengths: list[int],
-    key_heads: int,
-    window: int | None,
-    softcap: float | None,
-    sinks: bool,
+    lengths: list[int], key_heads: int, window: int | None, softcap: float | None, sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 60)  # of several blocks in a sequence
     states = random_states(lengths, heads=4, key_heads=key_heads)
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True) if sinks else None
@@ -112,11 +102,9 @@ def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
     model.set_attn_implementation(implementation)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     logits = model(
-        input_ids=positions * 7 % SMALL["vocab_size"],
-        position_ids=positions,
-        use_cache=False,
+        input_ids=positions * 7 % SMALL["vocab_size"], position_ids=positions, use_cache=False,
         segment_lengths=tuple(lengths),
-    ).logits
+    ).logits  # fmt: skip
     found: Tensor = logits[0].log_softmax(-1)
     return found
 

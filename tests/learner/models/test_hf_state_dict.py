@@ -23,10 +23,7 @@ def test_parameters_are_cast_and_router_biases_are_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("saved_as", "held", "converted"),
-    [
-        ("ln.weight", ["ln_1.weight", "ln_2.weight"], Concatenate()),
-        ("c_attn.weight", ["c_attn.weight"], Interleave()),
-    ],
+    [("ln.weight", ["ln_1.weight", "ln_2.weight"], Concatenate()), ("c_attn.weight", ["c_attn.weight"], Interleave())],
     ids=["put-together", "in-another-order"],
 )
 def test_saved_tensors_must_be_parts_of_those_in_memory(

@@ -57,14 +57,9 @@ def roles(path: Path) -> list[dict[str, Any]]:
     ids=["smaller vocabulary", "other ids"],
 )
 def test_other_tokens_are_refused(
-    role: int,
-    change: Callable[[Path, Path], Path],
-    problem: str,
-    world: World,
-    make_config: MakeConfig,
-    digits_model: Path,
-    tmp_path: Path,
-) -> None:
+    role: int, change: Callable[[Path, Path], Path], problem: str, world: World, make_config: MakeConfig,
+    digits_model: Path, tmp_path: Path,
+) -> None:  # fmt: skip
     path = change(digits_model, tmp_path / "other")
     with pytest.raises(ConfigError, match=f"={path}: .*{problem}"):
         build_train_step(make_config(**roles(path)[role]), world)

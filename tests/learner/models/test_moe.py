@@ -41,23 +41,12 @@ from tests.learner.recorded import VOCABULARY, build_train_step, options_of, run
 MakeConfig = Callable[..., RunConfig]
 LENGTHS = (5, 12, 9)
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3_moe": build_experts,
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES)),
+    "qwen3_moe": build_experts, "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES)),
     "glm4_moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES)),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(

@@ -29,12 +29,9 @@ class Learner:
         torch.manual_seed(0)
         self._model = nn.Linear(300, 70)
         self._snapshots = SnapshotTaker(
-            self._model,
-            dtype=torch.float32,
-            bucket_bytes=config.weights.bucket_bytes,
-            device=torch.device("cpu"),
+            self._model, dtype=torch.float32, bucket_bytes=config.weights.bucket_bytes, device=torch.device("cpu"),
             segments=config.run.name if config.weights.transport in {"auto", "shm"} else None,
-        )
+        )  # fmt: skip
 
     def publish(self, version: int) -> None:
         """Trains a little, takes a snapshot and hands it over."""

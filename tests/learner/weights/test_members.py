@@ -16,15 +16,9 @@ DEADLINE_S = 10.0
 
 def heartbeat(*transports: str, host: str = "here", incarnation: str = "i") -> w.Join:
     return w.Join(
-        run="r",
-        server="s",
-        incarnation=incarnation,
-        version=0,
-        staged=-1,
-        host=host,
-        transports=list(transports),
+        run="r", server="s", incarnation=incarnation, version=0, staged=-1, host=host, transports=list(transports),
         workers=1,
-    )
+    )  # fmt: skip
 
 
 def joined(roster: Roster) -> Member:
@@ -84,12 +78,7 @@ def test_one_that_failed_is_avoided_for_a_while() -> None:
 
 @pytest.mark.parametrize(
     ("left", "others_fetch", "waited_s", "enters"),
-    [
-        (False, False, 0.0, True),
-        (False, True, 0.0, False),
-        (False, True, DEADLINE_S, True),
-        (True, True, 0.0, True),
-    ],
+    [(False, False, 0.0, True), (False, True, 0.0, False), (False, True, DEADLINE_S, True), (True, True, 0.0, True)],
     ids=["alone", "others fetch", "for long enough", "a member has left"],
 )
 def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, waited_s: float, enters: bool) -> None:

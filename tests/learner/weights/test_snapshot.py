@@ -93,9 +93,7 @@ def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
     ]
 
 
-def test_gpu_snapshot_is_synchronized_when_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_snapshot_is_synchronized_when_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = model()
     taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
     waited_for: list[Tensor] = []

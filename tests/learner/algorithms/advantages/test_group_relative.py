@@ -27,13 +27,10 @@ from tests.learner.algorithms.advantages.batches import batch, matrix, vector
 
 EPSILON = 1e-6
 ALL: dict[str, Callable[[AdvantageInputs], Tensor]] = {
-    "grpo": partial(grpo, epsilon=EPSILON),
-    "dr_grpo": dr_grpo,
-    "grpo_passk": partial(grpo_passk, divide_by_std=True, epsilon=EPSILON),
-    "rloo": rloo,
-    "opo": opo,
+    "grpo": partial(grpo, epsilon=EPSILON), "dr_grpo": dr_grpo,
+    "grpo_passk": partial(grpo_passk, divide_by_std=True, epsilon=EPSILON), "rloo": rloo, "opo": opo,
     "gpg": partial(gpg, scale_up_for="no_advantage"),
-}
+}  # fmt: skip
 CENTRED = [ALL[name] for name in ("grpo", "dr_grpo", "rloo", "gpg")]
 GROUPS = st.lists(st.lists(st.integers(-9, 9).map(lambda tenths: tenths / 10), min_size=1, max_size=5), min_size=1)
 LEAD: dict[str, Any] = {"divide_by_std": False, "epsilon": EPSILON}

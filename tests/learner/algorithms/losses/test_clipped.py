@@ -41,42 +41,29 @@ def slope(tau: float, ratio: float) -> float:
 @pytest.mark.parametrize(
     ("loss", "arguments", "ratio", "advantage", "expected"),
     [
-        (ppo, PPO, 1.0, 1.5, (-1.5, -1.5, 0)),
-        (ppo, PPO, 1.1, 2.0, (-2.2, -2.2, 0)),
-        (ppo, PPO, 1.1, -2.0, (2.2, 2.2, 0)),
-        (ppo, PPO, 1.5, 2.0, (-2.6, 0.0, 1)),
+        (ppo, PPO, 1.0, 1.5, (-1.5, -1.5, 0)), (ppo, PPO, 1.1, 2.0, (-2.2, -2.2, 0)),
+        (ppo, PPO, 1.1, -2.0, (2.2, 2.2, 0)), (ppo, PPO, 1.5, 2.0, (-2.6, 0.0, 1)),
         (ppo, PPO, 0.5, -2.0, (1.6, 0.0, 1)),
         (ppo, PPO, 1.5, -2.0, (3.0, 3.0, 0)),  # moved the wrong way: not clipped
-        (ppo, PPO, 0.5, 2.0, (-1.0, -1.0, 0)),
-        (ppo, PPO, 1.5, 0.0, (0.0, 0.0, 0)),
-        (ppo, DUAL, 2.9, -2.0, (5.8, 5.8, 0)),
-        (ppo, DUAL, 3.1, -2.0, (6.0, 0.0, 1)),
-        (ppo, DUAL, 0.5, -2.0, (1.6, 0.0, 1)),
-        (ppo, DUAL, 3.1, 2.0, (-2.6, 0.0, 1)),
-        (reinforce, {}, 0.1, 2.0, (2.0, -2.0, 0)),
-        (reinforce, {}, 7.0, 2.0, (2.0, -2.0, 0)),
-        (cispo, CISPO, 1.1, 2.0, (2.2, -2.2, 0)),
-        (cispo, CISPO, 1.1, -2.0, (-2.2, 2.2, 0)),
-        (cispo, CISPO, 1.5, 2.0, (2.6, -2.6, 1)),
-        (cispo, CISPO, 1.5, -2.0, (-2.6, 2.6, 1)),
-        (cispo, CISPO, 0.5, 2.0, (1.6, -1.6, 1)),
-        (sapo, SAPO, 1.5, 3.0, (-3 * gate(1, 1.5), -3 * slope(1, 1.5), 0)),
-        (sapo, SAPO, 1.5, -3.0, (3 * gate(2, 1.5), 3 * slope(2, 1.5), 0)),
-        (sapo, SAPO, 20.0, 1.0, (-4.0, 0.0, 0)),
+        (ppo, PPO, 0.5, 2.0, (-1.0, -1.0, 0)), (ppo, PPO, 1.5, 0.0, (0.0, 0.0, 0)),
+        (ppo, DUAL, 2.9, -2.0, (5.8, 5.8, 0)), (ppo, DUAL, 3.1, -2.0, (6.0, 0.0, 1)),
+        (ppo, DUAL, 0.5, -2.0, (1.6, 0.0, 1)), (ppo, DUAL, 3.1, 2.0, (-2.6, 0.0, 1)),
+        (reinforce, {}, 0.1, 2.0, (2.0, -2.0, 0)), (reinforce, {}, 7.0, 2.0, (2.0, -2.0, 0)),
+        (cispo, CISPO, 1.1, 2.0, (2.2, -2.2, 0)), (cispo, CISPO, 1.1, -2.0, (-2.2, 2.2, 0)),
+        (cispo, CISPO, 1.5, 2.0, (2.6, -2.6, 1)), (cispo, CISPO, 1.5, -2.0, (-2.6, 2.6, 1)),
+        (cispo, CISPO, 0.5, 2.0, (1.6, -1.6, 1)), (sapo, SAPO, 1.5, 3.0, (-3 * gate(1, 1.5), -3 * slope(1, 1.5), 0)),
+        (sapo, SAPO, 1.5, -3.0, (3 * gate(2, 1.5), 3 * slope(2, 1.5), 0)), (sapo, SAPO, 20.0, 1.0, (-4.0, 0.0, 0)),
         *[
             # log π_θ = -1; the pull towards π_prox has the log ratio's sign.
             (dro, {"beta": 0.5}, 1.5, sign, (sign + 0.25 * math.log(1.5) ** 2, -sign + 0.5 * math.log(1.5), 0))
             for sign in (2.0, -2.0, 0.0)
         ],
     ],
-)
+)  # fmt: skip
 def test_loss_gradient_and_clip_of_one_action(
-    loss: Callable[..., LossTerms],
-    arguments: dict[str, Any],
-    ratio: float,
-    advantage: float,
+    loss: Callable[..., LossTerms], arguments: dict[str, Any], ratio: float, advantage: float,
     expected: tuple[float, float, float],
-) -> None:
+) -> None:  # fmt: skip
     assert one_action(loss, ratio, advantage, **arguments) == pytest.approx(expected, abs=1e-5)
 
 
@@ -100,14 +87,9 @@ GMPO = {"clip_low": 0.6, "clip_high": 0.4}
     ],
 )
 def test_geometric_mean_ratio_of_trajectory(
-    loss: Callable[..., LossTerms],
-    arguments: dict[str, float],
-    ratios: list[float],
-    advantage: float,
-    value: float,
-    own_gradient: list[float],
-    clipped: list[float],
-) -> None:
+    loss: Callable[..., LossTerms], arguments: dict[str, float], ratios: list[float], advantage: float, value: float,
+    own_gradient: list[float], clipped: list[float],
+) -> None:  # fmt: skip
     inputs = trajectory(ratios, [advantage] * 2)
     terms = loss(inputs, **arguments)
     assert terms.loss_BT.tolist() == [pytest.approx([value] * 2)]
@@ -126,11 +108,9 @@ def test_gspo_keeps_advantages_of_actions_apart() -> None:
     ("ratios", "advantage", "weight", "clipped"),
     [
         ([0.5, 0.5], -1.0, 0.25, 0.0),  # a product, not a mean
-        ([3.0, 0.5], -1.0, 1.2, 1.0),
-        ([0.5, 0.5], 0.5, 1.0, 0.0),
-        ([3.0, 3.0], 1.0, 1.0, 0.0),
+        ([3.0, 0.5], -1.0, 1.2, 1.0), ([0.5, 0.5], 0.5, 1.0, 0.0), ([3.0, 3.0], 1.0, 1.0, 0.0),
     ],
-)
+)  # fmt: skip
 def test_topr_truncates_behaviour_ratio_of_bad_trajectories(
     ratios: list[float], advantage: float, weight: float, clipped: float
 ) -> None:
@@ -152,12 +132,10 @@ def test_kimi_penalises_log_ratio_of_trajectory(ratios: list[float], advantage: 
 @pytest.mark.parametrize(
     ("value", "clip_range", "expected"),
     [
-        (1.0, None, (0.5, -1.0, 0)),
-        (0.1, 0.2, (0.5 * 1.9**2, -1.9, 0)),
-        (1.0, 0.2, (0.5 * 1.8**2, 0.0, 1)),
+        (1.0, None, (0.5, -1.0, 0)), (0.1, 0.2, (0.5 * 1.9**2, -1.9, 0)), (1.0, 0.2, (0.5 * 1.8**2, 0.0, 1)),
         (-1.0, 0.2, (0.5 * 9, -3.0, 0)),  # moved the wrong way: not clipped
     ],
-)
+)  # fmt: skip
 def test_loss_gradient_and_clip_of_one_value(
     value: float, clip_range: float | None, expected: tuple[float, float, float]
 ) -> None:

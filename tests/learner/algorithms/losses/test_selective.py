@@ -30,27 +30,19 @@ def weight(
     [
         (dppo_tv, 0.1, 0.5, 0.65, 1.0, (1.3, 0)),  # 0.15 up
         (dppo_tv, 0.1, 0.5, 0.75, 1.0, (0.0, 1)),  # 0.25 up
-        (dppo_tv, 0.1, 0.5, 0.75, -1.0, (1.5, 0)),
-        (dppo_tv, 0.1, 0.5, 0.45, -1.0, (0.9, 0)),
+        (dppo_tv, 0.1, 0.5, 0.75, -1.0, (1.5, 0)), (dppo_tv, 0.1, 0.5, 0.45, -1.0, (0.9, 0)),
         (dppo_tv, 0.1, 0.5, 0.35, -1.0, (0.0, 1)),  # 0.15 down
-        (dppo_tv, 0.1, 0.5, 0.35, 1.0, (0.7, 0)),
-        (dppo_tv, 0.1, 0.01, 0.05, 1.0, (5.0, 0)),
+        (dppo_tv, 0.1, 0.5, 0.35, 1.0, (0.7, 0)), (dppo_tv, 0.1, 0.01, 0.05, 1.0, (5.0, 0)),
         (dppo_tv, 0.1, 0.001, 0.1, 1.0, (20.0, 1)),  # the cap
         # Certain actions have a divergence too.
-        (dppo_kl, 0.05, 1.0, 1.0, -1.0, (1.0, 0)),
-        (dppo_kl, 0.05, 1.0, 0.98, -1.0, (0.98, 0)),
-        (dppo_kl, 0.05, 1.0, 0.9, -1.0, (0.0, 1)),
-        (dppo_kl, 0.05, 0.9, 1.0, 1.0, (0.0, 1)),
+        (dppo_kl, 0.05, 1.0, 1.0, -1.0, (1.0, 0)), (dppo_kl, 0.05, 1.0, 0.98, -1.0, (0.98, 0)),
+        (dppo_kl, 0.05, 1.0, 0.9, -1.0, (0.0, 1)), (dppo_kl, 0.05, 0.9, 1.0, 1.0, (0.0, 1)),
     ],
-)
+)  # fmt: skip
 def test_action_loses_gradient_out_of_region(
-    loss: Callable[..., LossTerms],
-    clip: float,
-    proximal: float,
-    target: float,
-    advantage: float,
+    loss: Callable[..., LossTerms], clip: float, proximal: float, target: float, advantage: float,
     expected: tuple[float, float],
-) -> None:
+) -> None:  # fmt: skip
     assert weight(loss, proximal, target, advantage, clip=clip) == pytest.approx(expected)
 
 

@@ -168,12 +168,9 @@ def test_step_holds_rows_of_its_updates_in_order(make_config: MakeConfig) -> Non
     config = make_config()
     groups = step_groups(0, config)[:3]
     data = build_step(
-        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]],
-        token_budget=config.learner.token_budget,
-        rewards=config.rewards,
-        step=0,
-        consuming_version=3,
-    )
+        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]], token_budget=config.learner.token_budget,
+        rewards=config.rewards, step=0, consuming_version=3,
+    )  # fmt: skip
     assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 12)
     assert data.rows.group_E.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.rows.importance_weights_B.tolist() == [1.0] * 4 + [0.5] * 4 + [1.0] * 4

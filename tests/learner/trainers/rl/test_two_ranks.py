@@ -174,15 +174,11 @@ def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World
 def test_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
     host, folder = socket.gethostname(), two_ranks.folder
     patterns = {
-        "no room": rf"{folder / 'full'}.*rank 1",
-        "folders apart": f"rank 1 on {host}",
-        "checkpoints apart": rf"step-{STEPS:06d}: checksums\.json.*rank 1",
-        "model in groups": str(folder / "groups"),
-        "model in nowhere": r"nowhere.*rank 1",
-        "model in changed": "other files.*rank 1",
-        "settings apart": r"rank 1: learner\.optimizer.*lr=1e-09",
-        "ruined": "step 1 .*1 updates were skipped",
-    }
+        "no room": rf"{folder / 'full'}.*rank 1", "folders apart": f"rank 1 on {host}",
+        "checkpoints apart": rf"step-{STEPS:06d}: checksums\.json.*rank 1", "model in groups": str(folder / "groups"),
+        "model in nowhere": r"nowhere.*rank 1", "model in changed": "other files.*rank 1",
+        "settings apart": r"rank 1: learner\.optimizer.*lr=1e-09", "ruined": "step 1 .*1 updates were skipped",
+    }  # fmt: skip
     for name, pattern in patterns.items():
         for error in two_ranks.results(name):
             assert re.search(pattern, error), name
