@@ -83,13 +83,6 @@ def test_consecutive_calm_steps_raise_bound_by_one() -> None:
     assert throttled.observe(GOOD) == Action(7, 1.0, "calm for 3 steps", "up")
 
 
-def test_bound_never_exceeds_configured_one() -> None:
-    throttled = throttle(max_staleness=1, calm_steps=1)
-    throttled.observe(BAD)
-    assert bounds(throttled, *[GOOD] * 3) == [1, 1, 1]
-    assert throttled.observe(GOOD) is None
-
-
 @pytest.mark.parametrize("between", [{"ess": 0.74}, {"kl_k3": 0.051}, {"masked_fraction": 0.26}])
 def test_metric_between_calm_and_limit_keeps_bound(between: dict[str, float]) -> None:
     throttled = throttle(calm_steps=3)

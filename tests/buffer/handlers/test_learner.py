@@ -188,21 +188,6 @@ async def test_waiting_learner_restores_lost_state(make_config: MakeConfig, redi
         assert await service.ledger.verify() == []
 
 
-async def test_finish_restores_lost_state(
-    config: RunConfig, service: BufferService, server: Peer, redis: Redis
-) -> None:
-    await supply(server, 4)
-    with closing(BufferClient(config, "learner")) as client:
-        await asyncio.to_thread(client.hello, 0)
-        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
-        before = await Moment.of(redis, config.run.name)
-        await asyncio.to_thread(client.trained, 0)
-        await asyncio.to_thread(client.checkpointed, 1)
-        await before.return_to()
-        counts = (await asyncio.to_thread(client.finish)).counts
-    assert (counts.trained, counts.durable, counts.ready) == (4, 4, 0)
-
-
 async def train_steps(server: Peer, client: BufferClient, steps: range) -> None:
     """Trains steps of four groups each and publishes after each."""
     for step in steps:

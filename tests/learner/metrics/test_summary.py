@@ -94,12 +94,6 @@ def test_evaluation_of_initial_weights_always_counts() -> None:
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
 
 
-def test_run_without_records_has_summary() -> None:
-    found = summary([], last_step=5)
-    assert (found["steps"], found["policy_version"], found["tokens_generated"]) == (0, 7, 5000)
-    assert {found[key] for key in ("reward_last", "staleness_max", "step_s_median", "learner_idle_fraction")} == {None}
-
-
 def test_time_to_target_is_training_time() -> None:
     records = [evaluation(0, 0.0), step(1), step(2), evaluation(2, 0.89), step(3), evaluation(3, 0.9), step(4)]
     found = summary([*records, evaluation(4, 1.0)], policy_version=4)
