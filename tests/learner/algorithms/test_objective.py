@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
@@ -141,7 +140,7 @@ REJECTING: list[dict[str, Any]] = [
                 "loss": {"aggregation": mode, "entropy_bonus": 0.01, "constant": 64.0 if mode == "constant" else None},
                 "kl": {"coefficient": 0.1},
             }
-            for mode in get_args(Aggregation)
+            for mode in ("seq-mean-token-mean", "constant")
         ],
         {"advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}, "clip_range": None}},
     ],
@@ -151,7 +150,7 @@ def test_token_budget_does_not_matter(
     settings: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
 ) -> None:
     one, other = (
-        train(build_train_step(make_config(token_budget=budget, **settings), world), groups, range(2))
+        train(build_train_step(make_config(token_budget=budget, **settings), world), groups, [0])
         for budget in (40, 4000)
     )
     assert one[0]["grad_norm"] > 0

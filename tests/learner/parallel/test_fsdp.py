@@ -53,7 +53,7 @@ def write_large(folder: Path) -> None:
 def meshes(digits_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Meshes:
     """One rank has trained in this process, ranks on several meshes in others."""
     folder = tmp_path_factory.mktemp("meshes")
-    config = run_config(digits_model, folder)
+    config = run_config(digits_model, folder, token_budget=80)
     record(folder / "groups", RECORDED_STEPS, config)
     (folder / "config.json").write_text(config.model_dump_json())
     write_large(folder / LARGE)

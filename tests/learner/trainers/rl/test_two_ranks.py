@@ -58,7 +58,7 @@ class TwoRanks:
 def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     """Two learner ranks have trained on recorded groups."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    config = run_config(digits_model, folder)
+    config = run_config(digits_model, folder, token_budget=80)
     record(folder / "groups", RECORDED_STEPS, config)
     write_vision_model(folder / "vision")
     described = shutil.copytree(digits_model, folder / "changed") / "config.json"
