@@ -52,13 +52,18 @@ async def measured_use(redis: Redis, config: RunConfig) -> Expectation:
 
 
 CASES = [
-    *itertools.product(["fifo", "freshest", "uniform", "prioritized"], [1, 4], [(4, 1)]),
-    ("prioritized", 4, (1, 4)),
-    ("fifo", 4, (0, 1)),
+    *itertools.product(["fifo", "freshest", "uniform", "prioritized"], [1, 2, 4, 8], [(4, 1)]),
+    *itertools.product(["freshest", "uniform", "prioritized"], [1, 4], [(1, 4)]),
+    *itertools.product(["fifo"], [4], [(1, 4), (1, 1), (0, 1)]),
 ]
+FEW = [*itertools.product(["fifo", "freshest", "uniform", "prioritized"], [1, 4], [(4, 1)]), ("fifo", 4, (0, 1))]
+"""Cases that are not behind the marker."""
 
 
-@pytest.mark.parametrize(("sampler", "max_uses", "limits"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("sampler", "max_uses", "limits"),
+    [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.soak], id=str(case)) for case in CASES],
+)
 async def test_use_of_groups_is_as_expected(
     redis: Redis, make_config: MakeConfig, sampler: str, max_uses: int, limits: tuple[int, int]
 ) -> None:
