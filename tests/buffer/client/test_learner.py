@@ -98,6 +98,18 @@ def test_known_buffer_is_waited_for_until_give_up(
     assert stopped.is_set()
 
 
+def test_stopping_client_waits_briefly(
+    config: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
+    stopping = threading.Event()
+    with closing(BufferClient(config, "learner", is_stopping=stopping.is_set)) as client:
+        answer_once(client, buffer)
+        stopping.set()
+        with pytest.raises(DeadlineError, match=r"StateRequest .*0\.1 s"):
+            client.state()
+
+
 def test_lease_wait_extends_deadline(client: BufferClient, config: RunConfig, buffer: "zmq.Socket[bytes]") -> None:
     with pytest.raises(DeadlineError, match=rf"{config.buffer.endpoint} .*LeaseRequest .*0\.3 s"):
         client.lease(0, count=1, consuming_version=0, wait_s=0.1)

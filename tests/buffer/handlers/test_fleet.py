@@ -310,6 +310,16 @@ async def test_full_ledger_is_retried(config: RunConfig, evaluating: int | None)
     assert harness.sent == {"a": CREDITS + (evaluating is not None)}
 
 
+async def test_server_removed_during_grant_gets_nothing(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    harness.fleet.evaluating = 0
+    harness.ledger.slices = 100
+    harness.ledger.during = harness.fleet.servers.clear
+    await harness.fleet.grant()
+    assert harness.sent["b"] == 0
+    assert harness.ledger.asked == []
+
+
 async def test_issue_keeps_to_credits_and_capacity(store: Ledger) -> None:
     for server in "abc":
         await store.join(server, "first")
