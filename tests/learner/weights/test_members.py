@@ -16,15 +16,9 @@ DEADLINE_S = 10.0
 
 def heartbeat(*transports: str, host: str = "here", incarnation: str = "i") -> w.Join:
     return w.Join(
-        run="r",
-        server="s",
-        incarnation=incarnation,
-        version=0,
-        staged=-1,
-        host=host,
-        transports=list(transports),
+        run="r", server="s", incarnation=incarnation, version=0, staged=-1, host=host, transports=list(transports),
         workers=1,
-    )
+    )  # fmt: skip
 
 
 def joined(roster: Roster) -> Member:
@@ -50,12 +44,6 @@ def test_successful_update_resets_eviction_count() -> None:
     back = joined(roster)
     roster.applied(back, 1)
     assert roster.evict(back, "slow") == 0.0
-
-
-def test_a_server_of_another_run_is_no_member() -> None:
-    roster = Roster("another", deadline_s=DEADLINE_S)
-    assert not roster.receive_join(b"s", heartbeat())
-    assert not list(roster)
 
 
 def test_dead_server_without_engine_is_counted_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +78,7 @@ def test_one_that_failed_is_avoided_for_a_while() -> None:
 
 @pytest.mark.parametrize(
     ("left", "others_fetch", "waited_s", "enters"),
-    [
-        (False, False, 0.0, True),
-        (False, True, 0.0, False),
-        (False, True, DEADLINE_S, True),
-        (True, True, 0.0, True),
-    ],
+    [(False, False, 0.0, True), (False, True, 0.0, False), (False, True, DEADLINE_S, True), (True, True, 0.0, True)],
     ids=["alone", "others fetch", "for long enough", "a member has left"],
 )
 def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, waited_s: float, enters: bool) -> None:
@@ -106,8 +89,3 @@ def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, wai
     willing = [newcomer, stays] if left else [newcomer, stays, leaves]
     group = next_group(willing, [stays, leaves], others_fetch=others_fetch, max_wait_s=DEADLINE_S)
     assert group == [each for each in willing if each is not newcomer or enters]
-
-
-def test_first_group_waits_for_nobody() -> None:
-    first = member("gloo")
-    assert next_group([first], [], others_fetch=True, max_wait_s=DEADLINE_S) == [first]

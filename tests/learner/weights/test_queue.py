@@ -10,7 +10,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members as module
 from slipstream.learner.weights.members import DEADLINE_SHARE, MEASURED_BYTES, SLOTS, Absent, FetchQueue, ServerRecord
 from slipstream.learner.weights.members import Member as RosterMember
-from tests.learner.weights.learner import Join, Learner, gathered, same
+from tests.learner.weights.learner import Join, Learner, gathered
 from tests.learner.weights.member import Member
 
 NAMES = [f"s{number}" for number in range(10)]
@@ -22,9 +22,7 @@ def transport() -> str:
 
 
 def publish(learner: Learner, members: list[Member], version: int) -> None:
-    learner.publish(version)
-    for member in members:
-        assert same(member.wait_for(version), learner.sent[version])
+    learner.deliver(version, *members)
     learner.wait()
     assert learner.publisher.metrics.evictions == 0
 
