@@ -1,5 +1,6 @@
 """Chat messages in the middle of an episode, by the chat templates of real models."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,19 +131,15 @@ def require_same_tokens(
     model: Path, trajectories: Sequence[m.Trajectory], calls: Sequence[tuple[list[int], Completion]]
 ) -> None:
     """Checks tokens, masks and log-probs of trajectories against the calls of the engine, and their rewards."""
-    unseen = set(range(len(calls)))
+    answered = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
     for trajectory in trajectories:
         ids, mask = codec.token_ids(trajectory).tolist(), codec.action_mask(trajectory)
-        expected = np.zeros(len(ids), dtype=bool)
-        for number, (context, answer) in enumerate(calls):
-            end = len(context) + len(answer.token_ids)
-            if ids[:end] == [*context, *answer.token_ids]:
-                unseen.discard(number)  # episodes may begin alike
-                expected[len(context) : end] = True
-        np.testing.assert_array_equal(mask, expected)
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            answered[tuple(ids[:start]), tuple(ids[start:end])] += 1
         logprobs = learner_logprobs(model, trajectory)
         np.testing.assert_allclose(codec.behaviour_logprobs(trajectory)[mask == 1], logprobs, atol=1e-4)
-    assert unseen == set()
+    assert answered == Counter((tuple(context), tuple(answer.token_ids)) for context, answer in calls)
     assert {each.episode for each in trajectories} == {0, 1, 2, 3}
     for number in range(4):
         spans = [span.value for each in trajectories if each.episode == number for span in each.rewards]
