@@ -5,7 +5,9 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -176,6 +178,12 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
         proposed=proposed,
         engine_remedy=None if ranks is None else f"rollout.engine.options.tensor_parallel_size={ranks}",
     )
+
+
+def fit_apart(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
+    """As `fit`, in a process of its own: torch does not stay in this one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(fit, config, gpus=gpus, gpu_bytes=gpu_bytes).result()
 
 
 Change = tuple[str, dict[str, Any]]
