@@ -15,7 +15,7 @@ import pytest
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.errors import CERTAIN, ConfigError, RefusedError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
@@ -41,7 +41,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 def test_unusable_names_are_reported_before_the_engine_starts(override: str, named: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    assert result.returncode == 1
+    assert result.returncode == CERTAIN
     assert named in result.stderr
     assert "engine starts" not in result.stderr
     assert "Traceback" not in result.stderr

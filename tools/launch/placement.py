@@ -165,6 +165,12 @@ def _divide_gpus(
         return tuple(every[:count]), tuple(every[count:] or every)
     rollout = rollout if rollout is not None else tuple(gpu for gpu in every if gpu not in (learner or ()))
     learner = learner if learner is not None else tuple(gpu for gpu in every if gpu not in rollout)
+    for key, numbers, other in (("rollout", rollout, "learner"), ("learner", learner, "rollout")):
+        if not numbers:
+            raise ConfigError(
+                f"gpus.{other}={getattr(config.gpus, other)}: of {_describe(machine)}, none is left for "
+                f"gpus.{key}=auto; name fewer, or those that both may use under gpus.{key} too"
+            )
     return rollout, learner
 
 
@@ -184,11 +190,11 @@ def _rollout_gpus(machine: Machine, config: RunConfig, per_server: int, earlier:
             "lower them, or name the GPUs that both may use under gpus"
         )
 
-    def cost(count: int) -> float:
-        """GPUs that would be unused, and, where both numbers are free, the distance from the wanted share."""
+    def cost(count: int) -> tuple[float, int]:
+        """GPUs that would be unused, with, where both numbers are free, the distance from the wanted share."""
         unused = total - count - _count(ranks, auto=_most_ranks(config.learner, total - count))
         wanted = total * _rollout_share(earlier) if ranks == "auto" else count
-        return unused + abs(count - wanted)
+        return unused + abs(count - wanted), unused
 
     return min(possible, key=cost)
 
@@ -206,8 +212,9 @@ def _rollout_share(earlier: Summary | None) -> float:
 
 
 def _server_problems(config: RunConfig, servers: int, per_server: int, gpus: Sequence[int]) -> list[str]:
-    """Servers whose engines have not the GPUs that they need."""
-    if not per_server or servers * per_server == len(gpus) > 0:
+    """Servers whose engines would have too few GPUs, or leave some that are named unused."""
+    needed = servers * per_server
+    if needed == len(gpus) or (config.gpus.rollout == "auto" and 0 < needed < len(gpus)):
         return []
     return [
         f"rollout.servers={config.rollout.servers}: {_gpus(len(gpus))} for rollout servers "

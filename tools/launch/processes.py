@@ -5,7 +5,6 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,6 @@ class ChildDied(SlipstreamError):
             f"{child.name} ended with {child.ending}{_kill_hint(child)}{note}; the last lines of {child.console}:\n"
             f"{quoted}"
         )
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far the run is: the steps of this start of `slipstream up`, and its latest checkpoint."""
-
-    step: int = 0
-    """0 before the first."""
-    checkpoint: int = 0
 
 
 class RunProcesses:
@@ -101,13 +91,21 @@ class RunProcesses:
         if record.get("level") in ("error", "critical"):
             self._errors[name] = str(record.get("error") or record.get("event"))
 
-    def keep_running(self, standing: Standing, *, now: float) -> list[str]:
-        """Starts again what has failed; returns messages about it. Raises: ChildDied when the run can't go on."""
+    def keep_running(self, *, step: int, now: float) -> list[str]:
+        """Starts again what has failed; returns messages about it.
+
+        Args:
+            step: the latest that was reported since the processes were started; 0 before the first.
+            now: by the monotonic clock.
+
+        Raises: ChildDied when the run can't go on.
+        """
         messages = []
         # If several ended, the one that started first is the likelier cause.
         for child in self._supervisor.ended():
-            if child.name in self._supervisor.children and not self._is_finished_rank(child):
-                messages.append(self._handle(child, standing, now=now))
+            is_replaced = self._supervisor.children.get(child.name) is not child
+            if not is_replaced and not (child.team == "learner" and child.exit_code == 0):
+                messages.append(self._handle(child, step=step, now=now))
         for share in self._placement.shares:
             if share.name in self._due and self._due[share.name] <= now:
                 del self._due[share.name]
@@ -115,21 +113,18 @@ class RunProcesses:
                 self._start(share)
         return messages
 
-    def _is_finished_rank(self, child: Child) -> bool:
-        return child.exit_code == 0 and child.team == "learner"
-
-    def _handle(self, child: Child, standing: Standing, *, now: float) -> str:
+    def _handle(self, child: Child, *, step: int, now: float) -> str:
         """Decides what follows from the end of a process; returns a message. Raises: ChildDied."""
         error = re.sub(r"\d+", "#", f"{child.ending}: {self._errors.get(child.name, '')}")
-        failure = Failure(error, now - child.started_at, standing.step, standing.checkpoint)
+        failure = Failure(error, now - child.started_at, step, latest_checkpoint(self._config.paths.checkpoints))
         self._failures.setdefault(child.team, []).append(failure)
         failures = self._failures[child.team]
-        if child.exit_code == CERTAIN or not standing.step:
+        if child.exit_code == CERTAIN or not step:
             raise ChildDied(child)
         if child.team == "learner":
             if not learner_may_restart(failures):
                 raise ChildDied(child, note=" again, no further than before")
-            return self._restart_learner(child, standing)
+            return self._restart_learner(child, failure)
         sound_s = self._config.rollout.engine.start_deadline_s if child.team.startswith("rollout") else SOUND_S
         delay_s = restart_delay_s(failures, sound_s=sound_s)
         self._supervisor.stop_together([child.name])  # what it has started
@@ -149,14 +144,14 @@ class RunProcesses:
         servers = {share.name for share in self._placement.of("rollout")}
         return child.name in servers and bool(servers - self._down.keys())
 
-    def _restart_learner(self, child: Child, standing: Standing) -> str:
+    def _restart_learner(self, child: Child, failure: Failure) -> str:
         names = [share.name for share in self._placement.of("learner")]
         self._supervisor.stop_together(names, grace_s=RANKS_GRACE_S)
         self.restarts["learner"] += 1
         self._start_learner([])
         return (
-            f"{child.name} ended with {child.ending}{_kill_hint(child)} after step {standing.step}; it continues from "
-            f"the checkpoint of step {standing.checkpoint} ({child.console})"
+            f"{child.name} ended with {child.ending} after step {failure.step}; the learner continues from the "
+            f"checkpoint of step {failure.checkpoint} ({child.console})"
         )
 
     def _start_learner(self, options: list[str]) -> None:

@@ -21,7 +21,7 @@ from slipstream.tools.launch.machine import this_machine
 from slipstream.tools.launch.placement import Placement, memory_problems, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder
-from slipstream.tools.launch.processes import RunProcesses, Standing, latest_checkpoint
+from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -242,8 +242,7 @@ class Launch:
             return
         if self._signals.received:
             raise Stopped(f"{self._signals.received[0].name} received")
-        standing = Standing(self._progress.steps_done, latest_checkpoint(self._folder.checkpoints))
-        for message in self._processes.keep_running(standing, now=time.monotonic()):
+        for message in self._processes.keep_running(step=self._progress.steps_done, now=time.monotonic()):
             print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def _restore_folder(self) -> None:
