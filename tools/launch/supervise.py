@@ -64,7 +64,8 @@ class Child:
 class Supervisor:
     """Starts and stops children; the end of its `with` block stops all that still run.
 
-    If the supervisor itself is killed, its guard process kills the children and their descendants.
+    If the supervisor itself is killed, its guard process kills the children and their descendants, and frees their
+    shared memory and temporary files.
     """
 
     def __init__(self, logs: Path, signals: StopSignals) -> None:
@@ -76,7 +77,10 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:"],
+            [
+                *(sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:", "then"),
+                *(sys.executable, "-P", "-m", "slipstream.tools.launch.leftovers"),
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
