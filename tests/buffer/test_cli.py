@@ -17,6 +17,7 @@ import zmq
 from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
+from slipstream.configs.runtime.errors import CERTAIN
 from tests.buffer.conftest import MakeConfig
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
@@ -111,7 +112,7 @@ def test_busy_address_fails_with_its_name(make_config: MakeConfig, tmp_path: Pat
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(config.buffer.bind)
         with buffer(config, tmp_path) as process:
-            assert process.wait(PATIENCE_S) == 1
+            assert process.wait(PATIENCE_S) == CERTAIN
             stderr = process.communicate()[1]
     assert f"can't listen on {config.buffer.bind}" in stderr
     assert "Traceback" not in stderr

@@ -139,7 +139,7 @@ def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> N
     (tmp_path / "keys" / "rollout.key").unlink()
     with buffer(config, tmp_path) as process:
         _, stderr = process.communicate(timeout=30)
-        assert process.returncode == 1
+        assert process.returncode == CERTAIN
     assert str(tmp_path / "keys" / "rollout.key") in stderr
     assert "slipstream keys new" in stderr
     assert "Traceback" not in stderr
