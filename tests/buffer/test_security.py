@@ -17,7 +17,7 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.runtime.errors import ConfigError, DeadlineError
+from slipstream.configs.runtime.errors import CERTAIN, ConfigError, DeadlineError
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
