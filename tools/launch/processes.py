@@ -174,7 +174,7 @@ class RunProcesses:
             share.name,
             command,
             environment,
-            withheld=withheld_from(share.role, config),
+            withheld=withheld_from(share.role, config, rank=self._placement.of(share.role).index(share)),
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s=config.learner.wait_deadline_s if share.role == "learner" else GRACE_S,
             team="learner" if share.role == "learner" else None,

@@ -231,13 +231,13 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
         for name, key in (("judge", "JUDGES_KEY"), ("my:judge", "OTHERS_KEY"))
     ]
     port = f"run.port_base={choose_port_base(RunPaths(tmp_path))}"
-    config = demo_config(tmp_path, port, f"rewards=[{', '.join(judges)}]")
+    config = demo_config(tmp_path, port, "learner.ranks=2", f"rewards=[{', '.join(judges)}]")
     create_run_folder(config.paths, config)
     with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
         launch_of(config, supervisor, signals).start()
         redis = supervisor.children["redis"].process.pid
         got = {"redis": Path(f"/proc/{redis}/environ").read_text().split("\0")}
-        for name in MODULES:
+        for name in (*MODULES, "learner-1"):
             file = config.paths.root / f"{name}.variables"
             until(file.exists)
             got[name] = file.read_text().splitlines()
@@ -245,6 +245,7 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
         "redis": set(),
         "buffer": {REDIS_PASSWORD_VARIABLE},
         "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY"},
+        "learner-1": {REDIS_PASSWORD_VARIABLE},
         "rollout": {"JUDGES_KEY", "OTHERS_KEY"},
     }
 
