@@ -31,13 +31,19 @@ Summary = Mapping[str, Any]
 class Share:
     """The part of the machine that a process gets."""
 
-    name: str
     role: Role
+    index: int = 0
+    """Among the processes of its role; of a learner, the rank."""
     threads: int = 1
     cores: tuple[int, ...] = ()
     """Cores that it is bound to; empty: any."""
     gpus: tuple[int, ...] = ()
     """GPUs that it uses, by their places in `Machine.gpus`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the process and its log; the first of a role has the role's."""
+        return f"{self.role}-{self.index}" if self.index else self.role
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,7 @@ class Placement:
             ids = ",".join(self.machine.gpus[gpu].id for gpu in visible)
             variables |= {"CUDA_VISIBLE_DEVICES": ids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if rendezvous_port is not None:
-            ranks = self.of("learner")
-            rank, size = str(ranks.index(share)), str(len(ranks))
+            rank, size = str(share.index), str(len(self.of("learner")))
             variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous_port)}
         return variables
@@ -120,15 +125,15 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
     if problems:
         raise ConfigError(problems)
     threads, cores = _divide_cores(machine, servers + ranks)
-    shares = [Share("buffer", "buffer")]
+    shares = [Share("buffer")]
     if config.redis.url is None:
-        shares.insert(0, Share("redis", "redis"))
+        shares.insert(0, Share("redis"))
     for index in range(servers):
         own = rollout_gpus[index * per_server : (index + 1) * per_server]
-        shares.append(Share(_numbered("rollout", index), "rollout", threads, next(cores), own))
+        shares.append(Share("rollout", index, threads, next(cores), own))
     for rank in range(ranks):
         own = learner_gpus[rank : rank + 1]
-        shares.append(Share(_numbered("learner", rank), "learner", threads, next(cores), own))
+        shares.append(Share("learner", rank, threads, next(cores), own))
     return Placement(machine, tuple(shares))
 
 
@@ -327,11 +332,6 @@ def memory_problems(placement: Placement, engine: EngineConfig, report: "FitRepo
 
 def _count(given: int | Literal["auto"], *, auto: int) -> int:
     return auto if given == "auto" else given
-
-
-def _numbered(role: str, index: int) -> str:
-    """The first process of a kind has the kind's name."""
-    return role if index == 0 else f"{role}-{index}"
 
 
 def _gpus(count: int) -> str:

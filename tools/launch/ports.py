@@ -40,7 +40,8 @@ def choose_ports(count: int, *, preferred: Sequence[int] = ()) -> int:
         if not any(_listen_error("127.0.0.1", base + offset) for offset in range(count)):
             return base
     raise ConfigError(
-        f"run.port_base: no {count} consecutive free ports found between {FIRST} and {LAST}; set the first of such"
+        f"run.port_base: no {count} consecutive free ports found between {FIRST} and {LAST}: free some (`ss -ltnp` "
+        "names the processes), or set it to the first of such"
     )
 
 

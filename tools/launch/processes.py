@@ -54,35 +54,43 @@ class RunProcesses:
 
     def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor, *, started_at: float) -> None:
         """`started_at` is the start of the run by the monotonic clock."""
+        self.placement = placement
         self._config = config
-        self._placement = placement
         self._supervisor = supervisor
         self._started_at = started_at
+        self._ranks = [share.name for share in placement.of("learner")]
+        self._servers = {share.name for share in placement.of("rollout")}
         self._failures: dict[str, list[Failure]] = {}
         self._errors: dict[str, str] = {}
         """The last error that a process logged since its start."""
         self._due: dict[str, float] = {}
         """Time of the next start of each process that is down for now."""
-        self._down: dict[str, Child] = {}
+        self._down: set[str] = set()
         """Rollout servers that stay down."""
         self.restarts: Counter[str] = Counter()
         """Number of further starts of each process."""
 
     @property
     def is_done(self) -> bool:
-        """True once every learner rank ended with success."""
-        ranks = [self._supervisor.children.get(share.name) for share in self._placement.of("learner")]
-        return all(rank is not None and rank.exit_code == 0 for rank in ranks)
+        """True once the learner's first rank, which writes what the run leaves, succeeded and the others ended."""
+        children = [self._supervisor.children.get(name) for name in self._ranks]
+        ended = all(rank is not None and rank.exit_code is not None for rank in children)
+        return ended and self._has_succeeded
+
+    @property
+    def _has_succeeded(self) -> bool:
+        root = self._supervisor.children.get(self._ranks[0])
+        return root is not None and root.exit_code == 0
 
     def start_redis(self) -> None:
         """Starts the embedded server, if there is to be one."""
-        for share in self._placement.of("redis"):
+        for share in self.placement.of("redis"):
             self._start(share)
 
     def start_others(self, *, undo_steps: bool = False) -> None:
         """Starts the buffer, the rollout servers and the learner."""
         for role in ("buffer", "rollout"):
-            for share in self._placement.of(role):
+            for share in self.placement.of(role):
                 self._start(share)
         self._start_learner(["--undo-steps"] if undo_steps else [])
 
@@ -104,9 +112,10 @@ class RunProcesses:
         # If several ended, the one that started first is the likelier cause.
         for child in self._supervisor.ended():
             is_replaced = self._supervisor.children.get(child.name) is not child
-            if not is_replaced and not (child.team == "learner" and child.exit_code == 0):
+            is_done = child.name in self._ranks and (child.exit_code == 0 or self._has_succeeded)
+            if not is_replaced and not is_done:
                 messages.append(self._handle(child, step=step, now=now))
-        for share in self._placement.shares:
+        for share in self.placement.shares:
             if share.name in self._due and self._due[share.name] <= now:
                 del self._due[share.name]
                 self.restarts[share.name] += 1
@@ -121,32 +130,26 @@ class RunProcesses:
         failures = self._failures[child.team]
         if child.exit_code == CERTAIN or not step:
             raise ChildDied(child)
-        if child.team == "learner":
+        if child.name in self._ranks:
             if not learner_may_restart(failures):
                 raise ChildDied(child, note=" again, no further than before")
             return self._restart_learner(child, failure)
-        sound_s = self._config.rollout.engine.start_deadline_s if child.team.startswith("rollout") else SOUND_S
+        sound_s = self._config.rollout.engine.start_deadline_s if child.name in self._servers else SOUND_S
         delay_s = restart_delay_s(failures, sound_s=sound_s)
         self._supervisor.stop_together([child.name])  # what it has started
         if delay_s is not None:
             self._due[child.name] = now + delay_s
             return f"{child.name} ended with {child.ending}; it is started again in {delay_s:g} s ({child.console})"
-        self._down[child.name] = child
-        if not self._is_spared(child):
+        self._down.add(child.name)
+        if child.name not in self._servers or self._servers <= self._down:
             raise ChildDied(child, note=f", the {MOST_ALIKE}th time in a row")
         return (
             f"{child.name} stays down: it ended with {child.ending} {MOST_ALIKE} times in a row ({child.console}); the "
             "run goes on with the other rollout servers, and the same command starts all again"
         )
 
-    def _is_spared(self, child: Child) -> bool:
-        """True if the run goes on without this process."""
-        servers = {share.name for share in self._placement.of("rollout")}
-        return child.name in servers and bool(servers - self._down.keys())
-
     def _restart_learner(self, child: Child, failure: Failure) -> str:
-        names = [share.name for share in self._placement.of("learner")]
-        self._supervisor.stop_together(names, grace_s=RANKS_GRACE_S)
+        self._supervisor.stop_together(self._ranks, grace_s=RANKS_GRACE_S)
         self.restarts["learner"] += 1
         self._start_learner([])
         return (
@@ -155,29 +158,31 @@ class RunProcesses:
         )
 
     def _start_learner(self, options: list[str]) -> None:
-        ranks = self._placement.of("learner")
-        port = choose_ports(1) if len(ranks) > 1 else None
-        for share in ranks:
+        port = choose_ports(1) if len(self._ranks) > 1 else None
+        for share in self.placement.of("learner"):
             self._start(share, *options, rendezvous_port=port)
 
     def _start(self, share: Share, *options: str, rendezvous_port: int | None = None) -> None:
         from slipstream.tools.launch.redis import redis_command
 
-        environment, config = self._placement.environment(share, rendezvous_port=rendezvous_port), self._config
+        config, is_rank = self._config, share.role == "learner"
         if share.role == "redis":  # it has the password in a file
-            command, environment = redis_command(config.redis, config.paths.redis), {}
+            command = redis_command(config.redis, config.paths.redis)
         else:
             command = python(MODULES[share.role], config.paths.config, *options)
-            environment |= {"SLIPSTREAM_RUN_STARTED": repr(self._started_at), PROCESS_VARIABLE: share.name}
         self._errors.pop(share.name, None)
         self._supervisor.start(
             share.name,
             command,
-            environment,
-            withheld=withheld_from(share.role, config, rank=self._placement.of(share.role).index(share)),
+            {
+                **self.placement.environment(share, rendezvous_port=rendezvous_port),
+                "SLIPSTREAM_RUN_STARTED": repr(self._started_at),
+                PROCESS_VARIABLE: share.name,
+            },
+            withheld=withheld_from(share.role, config, rank=share.index if is_rank else 0),
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
-            grace_s=config.learner.wait_deadline_s if share.role == "learner" else GRACE_S,
-            team="learner" if share.role == "learner" else None,
+            grace_s=config.learner.wait_deadline_s if is_rank else GRACE_S,
+            team=share.role if is_rank else None,
             cores=share.cores,
         )
 

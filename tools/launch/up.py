@@ -53,9 +53,9 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, a model, a
-    key or a plug-in is missing, or the folder can't be used, is in use, holds a finished run or one that began with
-    incompatible settings.
+    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, cores, GPUs
+    or their memory don't suffice, a model, a key or a plug-in is missing, or the folder can't be used, is in use, holds
+    a finished run or one that began with incompatible settings.
     """
     started_at = time.monotonic()
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
@@ -94,10 +94,9 @@ def command(argv: Sequence[str]) -> int:
         with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
             processes = RunProcesses(config, placement, supervisor, started_at=started_at)
             screen = make_screen(plain=arguments.plain)
-            launch = Launch(config, placement, processes, supervisor, signals, screen, started_at)
+            launch = Launch(config, processes, supervisor, signals, screen, started_at)
             code = launch.run(undo_steps=arguments.undo_steps)
         if code == 0:
-            extend_summary(folder, placement=placement.as_record(), restarts=dict(processes.restarts))
             report(folder)
     return code
 
@@ -145,7 +144,6 @@ class Launch:
     def __init__(
         self,
         config: RunConfig,
-        placement: Placement,
         processes: RunProcesses,
         supervisor: Supervisor,
         signals: StopSignals,
@@ -166,7 +164,7 @@ class Launch:
         """Last time at which the disk had room."""
         self._logs = {
             share.name: JsonLinesFollower(self._folder.logs / f"{share.name}.jsonl")
-            for share in placement.shares
+            for share in processes.placement.shares
             if share.role != "redis"
         }
 
@@ -176,6 +174,8 @@ class Launch:
             with self._screen:
                 self.start(undo_steps=undo_steps)
                 self.watch()
+            placement, restarts = self._processes.placement.as_record(), dict(self._processes.restarts)
+            extend_summary(self._folder, placement=placement, restarts=restarts)
             self._supervisor.stop_all()
         except Stopped:
             print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)

@@ -93,7 +93,7 @@ def launch_of(config: RunConfig, supervisor: Supervisor, signals: StopSignals) -
     """A launch on two cores."""
     placement = place(Machine((0, 1)), config)
     processes = RunProcesses(config, placement, supervisor, started_at=0.0)
-    return Launch(config, placement, processes, supervisor, signals, make_screen(plain=True), started_at=0.0)
+    return Launch(config, processes, supervisor, signals, make_screen(plain=True), started_at=0.0)
 
 
 def left_behind(folder: Path) -> list[str]:
