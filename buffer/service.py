@@ -16,7 +16,7 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
-from slipstream.buffer.handlers.peers import MalformedCounter, Sender, prober
+from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, prober
 from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
@@ -64,7 +64,7 @@ class ReceivedMessage:
         return self.sender not in (owner, None) and isinstance(self.message, m.Message)
 
 
-class Receiver:
+class MessageReceiver:
     """Receives, decodes and inspects messages in order, while earlier ones wait for Redis."""
 
     def __init__(self, inspector: Inspector, socket: zmq.asyncio.Socket) -> None:
@@ -119,10 +119,10 @@ class BufferService:
         self.config = config
         self.ledger = ledger
         self.socket = socket
-        self._send = Sender(socket, self._gone)
+        self._send = ReplySender(socket, self._gone)
         self._memory = MemoryGuard()
         self._outage = outage
-        self._receiver = Receiver(Inspector(config), socket)
+        self._receiver = MessageReceiver(Inspector(config), socket)
         self._spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill), spill_bytes=ledger.spill_bytes)
         self._lease_queue = LeaseQueue(ledger, self._spiller, self._memory, self._send)
         self.fleet = Fleet(config, ledger, self._send, self._memory)

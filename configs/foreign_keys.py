@@ -117,12 +117,12 @@ def foreign_key(path: str, value: Any) -> list[str]:
     """
     of_verl = path.partition(".")[0] in _VERL_ONLY
     answers = []
-    for each in _paths(path, value):
-        framework, ours = ("verl", VERL[each]) if each in VERL else ("TRL", TRL.get(each.rpartition(".")[2], ""))
+    for key in _paths(path, value):
+        framework, ours = ("verl", VERL[key]) if key in VERL else ("TRL", TRL.get(key.rpartition(".")[2], ""))
         if ours:
-            answers.append(f"{each}: a key of {framework}; here it is {ours}")
+            answers.append(f"{key}: a key of {framework}; here it is {ours}")
         elif of_verl:
-            answers.append(f"{each}: {path.partition('.')[0]} is a section of verl; docs/coming-from.md has its keys")
+            answers.append(f"{key}: {path.partition('.')[0]} is a section of verl; docs/coming-from.md has its keys")
     return answers
 
 

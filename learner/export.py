@@ -74,7 +74,7 @@ class ExportedFiles:
         self._folder = folder
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         # Not the tensors themselves, which are parts of larger ones: those would be counted.
-        sizes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
+        sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
         self._split = split_torch_state_dict_into_shards(
             sizes, filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=EXPORTED_BYTES
         )

@@ -239,8 +239,8 @@ def started(
         with ExitStack() as inherited:
             inherited.callback(os.close, status_end)
             content_file, stdin_file, filter_file = (
-                _file(each, inherited)
-                for each in (content(status_end), stdin.encode(errors="replace"), syscall_filter() or b"")
+                _file(data, inherited)
+                for data in (content(status_end), stdin.encode(errors="replace"), syscall_filter() or b"")
             )
             # Before bubblewrap's filter, which denies this limit.
             command = ["/bin/sh", "-c", 'ulimit -t "$0" && exec "$@"', str(_whole_cpu_s(limits))]

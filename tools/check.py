@@ -178,7 +178,7 @@ def _build(config: RunConfig) -> Env:
     steps: list[Callable[[], object]] = [
         lambda: envs.append(build_env(config.env.model_copy(update={"tools": ()}))),
         *(partial(TOOLS.load, tool.name) for tool in config.env.tools),
-        lambda: find_rewards(reward_terms(config)),
+        lambda: find_rewards(config.scored),
     ]
     for step in steps:
         try:
@@ -202,13 +202,6 @@ def key_problems(security: SecurityConfig) -> Sequence[str]:
     return []
 
 
-def reward_terms(config: RunConfig) -> list[RewardConfig]:
-    """The terms of the reward, and those that are only evaluated with the weight 0."""
-    trained = {term.name for term in config.rewards}
-    evaluated = [term.model_copy(update={"weight": 0.0}) for term in config.evaluated if term.name not in trained]
-    return [*config.rewards, *evaluated]
-
-
 async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report) -> None:
     # Imported here, as above.
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -221,10 +214,11 @@ async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report)
     except ConfigError as error:
         report.problems += error.problems
         return
+    check = _TaskCheck(config, env, format, report)
     for split in SPLITS:
         of_tasks = list[list[str]]()
         for index in _sampled(env.size(split)):
-            of_tasks.append(await _check_task(config, env, split, index, format, report))
+            of_tasks.append(await check.problems(split, index))
             if not of_tasks[-1]:
                 break
         if of_tasks and of_tasks[-1] and (split == "train" or config.eval.tasks):
@@ -238,44 +232,87 @@ def _sampled(size: int) -> list[int]:
     return sorted({0, size // 2, size - 1}) if size else []
 
 
-async def _check_task(
-    config: RunConfig, env: Env, split: Split, index: int, format: "ChatFormat", report: Report
-) -> list[str]:
-    """Makes the prompt of a task and scores answers to it; returns the problems."""
-    from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
+@dataclass(frozen=True)
+class _TaskCheck:
+    """Makes prompts of tasks and scores answers to them, into a report."""
 
-    where, tokenizer = f"task {index} of {split}", format.tokenizer
-    try:
-        task = env.task(split, index)
-        opening = await _opening(env, task)
-        messages, images = separate_images(opening.messages, task.images)
-        opening = replace(opening, messages=messages)
-        format.require_visible(opening)
-        shown = format.for_template(opening)
-        token_ids = tokenizer.encode(shown.messages, tools=shown.tools)
-        placeholders = ImagePlaceholders.of(tokenizer.model)
-        if images and placeholders is None:
-            raise PromptError("it has images, which this model does not take")
-        tokens = len(placeholders.expand(token_ids, images)[0] if placeholders is not None else token_ids)
-    except ConfigError as error:
-        return [*error.problems]
-    except (PromptError, ImageError) as error:
-        return [f"{where}: its prompt can't be made: {error}"]
-    except TimeoutError:
-        report.warnings.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
+    config: RunConfig
+    env: Env
+    format: "ChatFormat"
+    report: Report
+
+    async def problems(self, split: Split, index: int) -> list[str]:
+        """Makes the prompt of a task and scores answers to it; returns the problems."""
+        from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
+
+        where, tokenizer = f"task {index} of {split}", self.format.tokenizer
+        try:
+            task = self.env.task(split, index)
+            opening = await _opening(self.env, task)
+            messages, images = separate_images(opening.messages, task.images)
+            opening = replace(opening, messages=messages)
+            self.format.require_visible(opening)
+            shown = self.format.for_template(opening)
+            token_ids = tokenizer.encode(shown.messages, tools=shown.tools)
+            placeholders = ImagePlaceholders.of(tokenizer.model)
+            if images and placeholders is None:
+                raise PromptError("it has images, which this model does not take")
+            tokens = len(placeholders.expand(token_ids, images)[0] if placeholders is not None else token_ids)
+        except ConfigError as error:
+            return [*error.problems]
+        except (PromptError, ImageError) as error:
+            return [f"{where}: its prompt can't be made: {error}"]
+        except TimeoutError:
+            self.report.warnings.append(f"{where}: its session gave no prompt within {SESSION_S:g} s")
+            return []
+        except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
+            return [f"{where}: {format_error(error)}"]
+        text = tokenizer.decode_whole(token_ids)
+        self.report.prompts[split] = {"task": index, "text": text, "tokens": tokens, "reference": task.reference}
+        self.report.tools = list(opening.tools)
+        problems = _length_problems(where, tokens, self.config.rollout)
+        if self.config.rollout.skip_long_prompts:
+            self.report.warnings += problems
+            problems = []
+        if split == "train":
+            problems += await self._reward_problems(task, opening, where)
+        return problems
+
+    async def _reward_problems(self, task: Task, opening: Observation, where: str) -> list[str]:
+        """Scores the reference, or where that is no answer an empty one, and a wrong answer; returns the problems."""
+        config, report = self.config, self.report
+        right = "" if _reference_is_tests(config.scored, task) else task.reference
+        answers = {"reference" if right else "empty": right, "wrong": WRONG}
+        workers = min(1, config.scoring.workers)
+        scorer = Scorer(config.scored, config.scoring.model_copy(update={"workers": workers}), backoff_s=None)
+        try:
+            scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
+            for kind, answer in answers.items():
+                (result,) = await scorer.score([_episode(task, opening, answer)])
+                if isinstance(result, Failure):
+                    problem = f"rewards of {where}: {result}"
+                    if result.reason not in PASSING:
+                        return [problem]
+                    report.warnings.append(problem)
+                    return []
+                for name, value in {**result.scores, "sum": result.reward}.items():
+                    report.rewards.setdefault(name, {})[kind] = value
+        except ConfigError as error:
+            return list(error.problems)
+        finally:
+            scorer.close()
+        total = report.rewards["sum"]
+        if "empty" in total and total["empty"] > 0:
+            report.warnings.append(
+                f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
+                "rewards=[{name: none}]"
+            )
+        if not has_sessions(self.env) and "reference" in total and total["reference"] <= total["wrong"]:
+            report.warnings.append(
+                f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
+                f"{total['wrong']:g}: does the reward expect another form of the answer? If so, nothing is learned"
+            )
         return []
-    except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
-        return [f"{where}: {format_error(error)}"]
-    text = tokenizer.decode_whole(token_ids)
-    report.prompts[split] = {"task": index, "text": text, "tokens": tokens, "reference": task.reference}
-    report.tools = list(opening.tools)
-    problems = _length_problems(where, tokens, config.rollout)
-    if config.rollout.skip_long_prompts:
-        report.warnings += problems
-        problems = []
-    if split == "train":
-        problems += await _check_rewards(config, env, task, opening, report, where)
-    return problems
 
 
 async def _opening(env: Env, task: Task) -> Observation:
@@ -303,47 +340,9 @@ def _length_problems(where: str, tokens: int, rollout: RolloutConfig) -> list[st
     return []
 
 
-async def _check_rewards(
-    config: RunConfig, env: Env, task: Task, opening: Observation, report: Report, where: str
-) -> list[str]:
-    """Scores the reference, or where that is no answer an empty one, and a wrong answer; returns the problems."""
-    right = "" if _reference_is_tests(config, task) else task.reference
-    answers = {"reference" if right else "empty": right, "wrong": WRONG}
-    workers = min(1, config.scoring.workers)
-    scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}), backoff_s=None)
-    try:
-        scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
-        for kind, answer in answers.items():
-            (result,) = await scorer.score([_episode(task, opening, answer)])
-            if isinstance(result, Failure):
-                problem = f"rewards of {where}: {result}"
-                if result.reason not in PASSING:
-                    return [problem]
-                report.warnings.append(problem)
-                return []
-            for name, value in {**result.scores, "sum": result.reward}.items():
-                report.rewards.setdefault(name, {})[kind] = value
-    except ConfigError as error:
-        return list(error.problems)
-    finally:
-        scorer.close()
-    total = report.rewards["sum"]
-    if "empty" in total and total["empty"] > 0:
-        report.warnings.append(
-            f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
-            "rewards=[{name: none}]"
-        )
-    if not has_sessions(env) and "reference" in total and total["reference"] <= total["wrong"]:
-        report.warnings.append(
-            f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
-            f"{total['wrong']:g}: does the reward expect another form of the answer? If so, nothing is learned"
-        )
-    return []
-
-
-def _reference_is_tests(config: RunConfig, task: Task) -> bool:
+def _reference_is_tests(terms: Sequence[RewardConfig], task: Task) -> bool:
     """True if the reward `code` takes the reference as the tests of a program."""
-    for term in reward_terms(config):
+    for term in terms:
         if (term.function or term.name) not in ("code", "by_source"):
             continue
         reward = find_reward(term)

@@ -245,13 +245,13 @@ def _correction(golden: Golden, name: str) -> Comparison:
         plain = CorrectionConfig.model_validate(_correction_settings(vector["args"]) | {"normalise": False})
         weights_BT = correct(log_ratio_BT, mask_BT, plain).importance_weights_BT
         metrics = mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
-        differences += [abs(metrics[METRICS[each]] - value) for each, value in vector["metrics"].items()]
+        differences += [abs(metrics[METRICS[metric]] - value) for metric, value in vector["metrics"].items()]
     return Comparison(name, float(torch.tensor(differences).max()))  # unlike max(), torch's does not lose a NaN
 
 
 def _settings(vector: Mapping[str, Any], name: str, registry: Registry) -> dict[str, Any]:
     """The vector as a section of the configuration; its function is the longest built-in name that it begins with."""
-    known = [each for each in registry.built_in if name == each or name.startswith(f"{each}_")]
+    known = [known_name for known_name in registry.built_in if name == known_name or name.startswith(f"{known_name}_")]
     if not known:
         raise ValueError(f"nothing is registered under {name!r}")
     settings = {SETTINGS.get(key, key): value for key, value in vector.items() if key not in NOTES}

@@ -60,7 +60,7 @@ class LearnerSetting:
             mesh=mesh,
             # `auto` is that of a GPU, which this machine may not have.
             dtype=torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype),
-            tokens=max(learner.token_budget, longest_sequence(config)),
+            tokens=max(learner.token_budget, config.rollout.engine.max_model_len - 1),
             logits_bytes=learner.logits_bytes,
             checkpointing=learner.activation_checkpointing,
             optimizer=learner.optimizer.name,
@@ -79,11 +79,6 @@ class LearnerSetting:
     def shards(self) -> int:
         """Parts of a copy of the model."""
         return self.mesh.dp_shard * self.mesh.cp * self.mesh.tp
-
-
-def longest_sequence(config: RunConfig) -> int:
-    """Input tokens of the longest sequence that the engines return."""
-    return config.rollout.engine.max_model_len - 1
 
 
 @dataclass(frozen=True)

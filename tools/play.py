@@ -54,6 +54,7 @@ SHOWN_LINE: Final = 400
 class PlayedTask:
     """One scored episode."""
 
+    env: str
     split: Split
     index: int
     view: Episode
@@ -80,9 +81,9 @@ def command(argv: Sequence[str]) -> int:
         # A keyboard's tokens without a model are bytes, of no interest.
         decode = None if model.parent == Path(folder) and arguments.keyboard else decoder_of(model)
         if arguments.json:
-            print(json.dumps(_record(config, played, decoder_of(model)), indent=2, ensure_ascii=False, default=str))
+            print(json.dumps(_record(played, decoder_of(model)), indent=2, ensure_ascii=False, default=str))
         else:
-            _print(config, played, decode, full=arguments.full)
+            _print(played, decode, full=arguments.full)
     return 0
 
 
@@ -207,7 +208,9 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
             player = Player.from_config(config, env, tokenizer, engine, scorer)
             unscored = await player.generate(split, arguments.task, samples=1)
             scored = await player.score(unscored)
-            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, scored.trajectories)
+            return PlayedTask(
+                config.env.name, split, arguments.task, unscored.played.episodes[0].view, scored.trajectories
+            )
         finally:
             await engine.close()
     finally:
@@ -244,10 +247,10 @@ def _tokens(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
     return records
 
 
-def _record(config: RunConfig, played: PlayedTask, decode: Decode) -> dict[str, Any]:
+def _record(played: PlayedTask, decode: Decode) -> dict[str, Any]:
     view = played.view
     return {
-        "env": config.env.name,
+        "env": played.env,
         "split": played.split,
         "task": played.index,
         "reference": view.reference,
@@ -275,7 +278,7 @@ def _turn(turn: Any) -> Mapping[str, Any]:
     }
 
 
-def _print(config: RunConfig, played: PlayedTask, decode: Decode | None, *, full: bool) -> None:
+def _print(played: PlayedTask, decode: Decode | None, *, full: bool) -> None:
     """Prints the turns first: the tokens may be thousands."""
     console = table_console(min_width=MIN_COLUMNS)
     console.print(_turn_table(played.view, full=full))
@@ -284,7 +287,7 @@ def _print(config: RunConfig, played: PlayedTask, decode: Decode | None, *, full
         for trajectory in played.trajectories:
             console.print(_token_table(trajectory, decode, full=full))
     print(
-        f"env {config.env.name}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
+        f"env {played.env}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
         f"{played.view.reference[:200]!r}" + ("" if full else "; --full shows all tokens and texts")
     )
 

@@ -43,15 +43,15 @@ def command(argv: Sequence[str]) -> int:
         print(
             json.dumps(
                 [
-                    {**asdict(each.plugin), "description": each.description, "options": each.options}
-                    for each in described
+                    {**asdict(entry.plugin), "description": entry.description, "options": entry.options}
+                    for entry in described
                 ],
                 indent=2,
             )
         )
     else:
         table_console(min_width=MIN_COLUMNS).print(_table(described))
-    return 1 if any(each.plugin.problem and each.plugin.target for each in described) else 0
+    return 1 if any(entry.plugin.problem and entry.plugin.target for entry in described) else 0
 
 
 @dataclass(frozen=True)

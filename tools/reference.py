@@ -100,7 +100,7 @@ class Description:
 
 def descriptions() -> list[Description]:
     """All keys that are no sections, in the order of the schema."""
-    return [each for name, field in RunConfig.model_fields.items() for each in _descriptions(name, field)]
+    return [key for name, field in RunConfig.model_fields.items() for key in _descriptions(name, field)]
 
 
 def _descriptions(path: str, field: FieldInfo) -> Iterator[Description]:
@@ -147,9 +147,9 @@ def command(argv: Sequence[str]) -> int:
 
 def _selected(keys: Sequence[Description], wanted: str | None) -> Sequence[Description]:
     """Raises: ConfigError."""
-    found = [each for each in keys if wanted is None or f"{each.path}.".startswith(f"{wanted}.")]
+    found = [key for key in keys if wanted is None or f"{key.path}.".startswith(f"{wanted}.")]
     if not found:
-        paths = [each.path for each in keys]
+        paths = [key.path for key in keys]
         parts = sorted({*paths, *(path.rpartition(".")[0] for path in paths)})
         raise ConfigError(f"--key {wanted}: there is no such key{suggest(str(wanted), parts)}")
     return found

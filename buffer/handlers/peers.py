@@ -20,7 +20,7 @@ Send = Callable[[bytes, m.Message], Awaitable[None]]
 IsConnected = Callable[[bytes], Awaitable[bool]]
 
 
-class Sender:
+class ReplySender:
     """Sends over a ROUTER socket.
 
     Attributes:

@@ -7,7 +7,7 @@ Source: Zhang et al. 2025, "Policy Filtration for RLHF to Mitigate Noise in Rewa
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, assert_never
 
 import msgspec
 import numpy as np
@@ -89,6 +89,8 @@ def apply_filters(
                 rewards = [episodes[index].reward for index in seen]
                 drawn = filtrate(rewards, strategy=config.strategy, exponent=config.exponent, keep=config.keep, rng=rng)
                 keep = [seen[position] for position in drawn]
+            case _:
+                assert_never(config)
         dropped |= dict.fromkeys(sorted(set(seen) - set(keep)), config.name)
         if not keep:
             break

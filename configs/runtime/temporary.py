@@ -60,7 +60,7 @@ def mark_torchrun_folder() -> None:
     if file is None:
         return
     # <folder>/<run>/attempt_<attempt>/<rank>/error.json; another name is that of --log-dir, the user's own.
-    folder = next((each for each in Path(file).parents if each.name.startswith(_TORCHRUN_PREFIX)), None)
+    folder = next((parent for parent in Path(file).parents if parent.name.startswith(_TORCHRUN_PREFIX)), None)
     identity = _identity(os.getppid())
     if folder is not None and identity is not None:
         with suppress(OSError):  # a full disk; the folder stays then

@@ -64,7 +64,7 @@ class Teardown:
         thread = threading.Thread(target=end, name=TEARDOWN_THREAD_NAME, daemon=True)
         thread.start()
         with self._lock:
-            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def wait(self, deadline_s: float) -> None:
         """Joins the threads, for at most `deadline_s`.

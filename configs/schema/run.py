@@ -380,6 +380,13 @@ class RunConfig(Section):
         return (term.model_copy(update={"weight": 1.0}),)
 
     @property
+    def scored(self) -> tuple[RewardConfig, ...]:
+        """Terms of the reward, and with weight 0 those that are only evaluated."""
+        trained = {term.name for term in self.rewards}
+        others = [term.model_copy(update={"weight": 0.0}) for term in self.evaluated if term.name not in trained]
+        return (*self.rewards, *others)
+
+    @property
     def eval_hold_s(self) -> float:
         """Time that a server keeps a version under evaluation."""
         return self.eval.hold_s or self.rollout.group_deadline_s

@@ -21,7 +21,7 @@ _BATCH_ROWS = 4096
 _INSTALL = 'install it: pip install "slipstream[data]"'
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """The rows of a file or of a split; they stay encoded in memory, and a row is decoded when it is asked for."""
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Batches:
             yield from batch.to_pylist()
 
 
-def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None, default_split: str) -> list[Source]:
+def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None, default_split: str) -> list[RowSource]:
     """The rows of files, patterns of files, folders of `datasets` and data sets of the hub, in this order.
 
     Args:
@@ -123,7 +123,7 @@ def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None,
 
     Raises: ConfigError with one problem for each path that can't be read.
     """
-    sources: list[Source] = []
+    sources: list[RowSource] = []
     problems: list[str] = []
     for text in paths:
         try:
@@ -156,7 +156,7 @@ def _matching(path: Path) -> list[Path]:
     return paths
 
 
-def _file(path: Path) -> Source:
+def _file(path: Path) -> RowSource:
     with path.open("rb") as file:
         if file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC:
             return _parquet(path)
@@ -169,7 +169,7 @@ def _file(path: Path) -> Source:
     return JsonLines(str(path), [line for line, _ in lines], [number for _, number in lines])
 
 
-def _parquet(path: Path) -> Source:
+def _parquet(path: Path) -> RowSource:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -181,7 +181,7 @@ def _parquet(path: Path) -> Source:
         raise ConfigError(f"{path} can't be read as parquet: {error}") from error
 
 
-def _folder(path: Path, split: str | None, default_split: str) -> Source:
+def _folder(path: Path, split: str | None, default_split: str) -> RowSource:
     """A folder as `save_to_disk` writes it."""
     if not (path / "state.json").exists() and not (path / "dataset_dict.json").exists():
         raise ConfigError(
@@ -199,7 +199,7 @@ def _folder(path: Path, split: str | None, default_split: str) -> Source:
     return _table(f"{path} {chosen}", saved[chosen])
 
 
-def _hub_split(name: str, subset: str | None, split: str) -> Source:
+def _hub_split(name: str, subset: str | None, split: str) -> RowSource:
     load = _datasets().load_dataset
     try:
         found = load(name, subset, split=split)
@@ -221,5 +221,5 @@ def _datasets() -> Any:
     return datasets
 
 
-def _table(name: str, dataset: Any) -> Source:
+def _table(name: str, dataset: Any) -> RowSource:
     return Batches(name, dataset.with_format("arrow")[:].to_batches(_BATCH_ROWS))

@@ -14,7 +14,7 @@ import msgspec
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split, Task
-from slipstream.env.builtin.row_sources import Row, Source, open_sources
+from slipstream.env.builtin.row_sources import Row, RowSource, open_sources
 from slipstream.env.images import MARK, count_places, has_marks
 
 log = get_log("env.rows")
@@ -127,7 +127,7 @@ class _Keys:
     answer: str | None
     images: str | None
 
-    def of_source(self, source: Source) -> "_Keys":
+    def of_source(self, source: RowSource) -> "_Keys":
         """The keys of a source, by its first row that is not malformed. Raises: ConfigError if that has none."""
         malformed: list[str] = []
         for index, row in enumerate(source.scan()):
@@ -203,7 +203,7 @@ class _Shape:
 class _Rows:
     """The rows of several sources, one behind the other, as tasks."""
 
-    def __init__(self, sources: Sequence[Source], keys: _Keys, shape: _Shape) -> None:
+    def __init__(self, sources: Sequence[RowSource], keys: _Keys, shape: _Shape) -> None:
         """Raises: ConfigError if the keys of a source are not found."""
         self._sources = [(source, keys.of_source(source)) for source in sources]
         self._ends = list(accumulate(len(source) for source in sources))
@@ -237,7 +237,7 @@ class _Rows:
                 except ValueError as error:
                     yield error
 
-    def _located(self, index: int) -> tuple[Source, _Keys, int]:
+    def _located(self, index: int) -> tuple[RowSource, _Keys, int]:
         number = bisect_right(self._ends, index)
         source, keys = self._sources[number]
         return source, keys, index - self._ends[number] + len(source)

@@ -106,7 +106,7 @@ def build_step(
         updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), plan=plan))
         all_trajectories += trajectories
     rows = build_rows(
-        [each for groups in assigned for each in groups], terms=[reward.name for reward in rewards if reward.weight]
+        [group for groups in assigned for group in groups], terms=[reward.name for reward in rewards if reward.weight]
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
@@ -222,8 +222,11 @@ class Feed:
             groups: those whose lengths this rank shares with the others, by index.
         """
         learner, world = self._config.learner, self._world
-        own = [(index, [len(each.action_mask) - 1 for each in group.trajectories]) for index, group in groups.items()]
-        world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(own))
+        lengths_of_own = [
+            (index, [len(trajectory.action_mask) - 1 for trajectory in group.trajectories])
+            for index, group in groups.items()
+        ]
+        world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(lengths_of_own))
         if number > 2:
             world.store.delete_key(f"lengths/{number - 2}/{world.data_rank}")
         lengths: dict[int, list[int]] = {}

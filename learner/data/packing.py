@@ -264,14 +264,14 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
 
 def _routed_experts(sequences: Sequence[TokenSequence]) -> Tensor | None:
     """Experts of all input tokens; None if all are the router's choice."""
-    given = next((each.routed_experts for each in sequences if each.routed_experts is not None), None)
+    given = next((sequence.routed_experts for sequence in sequences if sequence.routed_experts is not None), None)
     if given is None:
         return None
     parts = [
-        np.full((len(each.token_ids) - 1, *given.shape[1:]), -1, dtype=given.dtype)
-        if each.routed_experts is None
-        else each.routed_experts
-        for each in sequences
+        np.full((len(sequence.token_ids) - 1, *given.shape[1:]), -1, dtype=given.dtype)
+        if sequence.routed_experts is None
+        else sequence.routed_experts
+        for sequence in sequences
     ]
     return torch.from_numpy(np.concatenate(parts))[None]
 
@@ -288,9 +288,9 @@ def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         for sequence in sequences
     ]
     return {
-        "rope_positions_31N": torch.from_numpy(np.concatenate([each[:, :-1] for each in positions], axis=1))[:, None],
-        "pixels_PD": torch.cat([each.pixels_PD for each in images]),
-        "grids_I3": torch.cat([each.grids_I3 for each in images]),
+        "rope_positions_31N": torch.from_numpy(np.concatenate([rope[:, :-1] for rope in positions], axis=1))[:, None],
+        "pixels_PD": torch.cat([image.pixels_PD for image in images]),
+        "grids_I3": torch.cat([image.grids_I3 for image in images]),
     }
 
 

@@ -76,7 +76,7 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
     """
     trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
     sizes = torch.tensor([len(group.trajectories) for group, _ in groups])
-    actions, row, action_index = locate_actions([action_mask(each) for each in trajectories])
+    actions, row, action_index = locate_actions([action_mask(trajectory) for trajectory in trajectories])
     width = int(action_index.max(initial=0)) + 1
 
     def padded(values: NDArray[np.float32] | NDArray[np.int64], fill: float) -> Tensor:

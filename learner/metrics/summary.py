@@ -112,11 +112,11 @@ def _groups(counts: LedgerCounts) -> dict[str, Any]:
 
 
 def _engine_mismatch(records: Iterable[Metrics]) -> Metrics:
-    measured = [each for each in records if each.get("mismatch_tokens") and each["mismatch_k3"] is not None]
+    measured = [record for record in records if record.get("mismatch_tokens") and record["mismatch_k3"] is not None]
     return {
         "engine_mismatch_kl": _mean_over_tokens(measured, "mismatch_k3"),
         "engine_mismatch_abs": _mean_over_tokens(measured, "mismatch_abs"),
-        "engine_mismatch_tokens": round(sum(each["mismatch_tokens"] for each in measured)),
+        "engine_mismatch_tokens": round(sum(record["mismatch_tokens"] for record in measured)),
     }
 
 

@@ -60,13 +60,13 @@ def model_size(config: Any) -> ModelSize:
     dense, experts = [], []
     rows = matrices = 0
     for layer in decoder_of(model).layers:
-        shapes = [each.shape for each in layer.parameters()]
+        shapes = [parameter.shape for parameter in layer.parameters()]
         stacked = sum(shape.numel() for shape in shapes if len(shape) == EXPERT_DIMENSIONS)
         dense.append(sum(shape.numel() for shape in shapes) - stacked)
         experts.append(stacked)
         matrices += sum(shape.numel() for shape in shapes if len(shape) == 2)
         rows += sum(sum(shape) for shape in shapes if len(shape) == 2)
-    total = sum(each.numel() for each in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
     return ModelSize(
         layers=len(dense),
         dense=sum(dense),
@@ -158,7 +158,7 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks types here
         self.peak = 0
         self.now = 0
-        self._known = weakref.WeakSet[Any](each.untyped_storage() for each in weights)
+        self._known = weakref.WeakSet[Any](weight.untyped_storage() for weight in weights)
 
     def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))

@@ -140,7 +140,7 @@ class _TopK(TorchFunctionMode):
 
 def routers(module: nn.Module) -> list[nn.Module]:
     """The routers inside a module, in the order of the layers."""
-    return [each for each in module.modules() if router_sizes(each) is not None]
+    return [router for router in module.modules() if router_sizes(router) is not None]
 
 
 def layout_of(model: nn.Module) -> Layout | None:
@@ -234,7 +234,7 @@ def replayed_experts(decoder: nn.Module) -> Iterator[None]:
 
 def _routings(model: nn.Module) -> list[Routing]:
     """Routings of the model's routers, in the order of the layers."""
-    return [each for module in model.modules() if isinstance(each := getattr(module, "routing", None), Routing)]
+    return [routing for module in model.modules() if isinstance(routing := getattr(module, "routing", None), Routing)]
 
 
 def expert_metrics(model: nn.Module, world: World) -> dict[str, float]:
@@ -250,11 +250,11 @@ def expert_metrics(model: nn.Module, world: World) -> dict[str, float]:
     counts = [routing.take_counts() for routing in routings]
     # Also over the ranks with the same rows: those along `cp` have other tokens of them. Those along `tp` have the same
     # tokens, which leaves these ratios as they are.
-    sums = world.sum_of_all(torch.cat(counts).to(world.device)).split([len(each) for each in counts])
-    tokens, given, changed = torch.stack([each[-COUNTS:] for each in sums]).sum(0).tolist()
+    sums = world.sum_of_all(torch.cat(counts).to(world.device)).split([len(count) for count in counts])
+    tokens, given, changed = torch.stack([layer_sums[-COUNTS:] for layer_sums in sums]).sum(0).tolist()
     if not tokens:
         return {}
-    loads = [each[:-COUNTS] for each in sums]
+    loads = [layer_sums[:-COUNTS] for layer_sums in sums]
     metrics = {
         "experts/load_max": _mean([(load.max() / load.mean()).item() for load in loads]),
         "experts/idle": _mean([(load == 0).double().mean().item() for load in loads]),

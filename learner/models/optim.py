@@ -91,9 +91,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """
     match config.name:
         case "adamw":
-            return _adamw((each for each in model.parameters() if each.requires_grad), config)
+            return _adamw((parameter for parameter in model.parameters() if parameter.requires_grad), config)
         case "adamw_8bit":
-            return _adamw_8bit((each for each in model.parameters() if each.requires_grad), config)
+            return _adamw_8bit((parameter for parameter in model.parameters() if parameter.requires_grad), config)
         case "muon":
             return MuonWithAdamW(model, config)
 

@@ -61,7 +61,7 @@ def check_packing(
     rng = np.random.default_rng(0)
     sequences = [all_actions(rng.integers(config.vocab_size, size=tokens)) for tokens in _LENGTHS]
     (together,) = pack(sequences, token_budget=sum(_LENGTHS))
-    alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.token_ids))]
+    alone = [batch for sequence in sequences for batch in pack([sequence], token_budget=len(sequence.token_ids))]
     layer = _first_layer_of_last_kind(decoder)
     with as_config_error(name), _narrow_windows(decoder):
         with _attention(config, "eager"), recorded_experts(decoder) as experts:

@@ -60,7 +60,7 @@ def _batches(sequences: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive sequences whose lengths differ little; packing puts the longest first."""
     batch: list[Tensor] = []
     for sequence in sequences:
-        lengths = [len(each) for each in (*batch, sequence)]
+        lengths = [len(tokens) for tokens in (*batch, sequence)]
         if max(lengths) > _PADDING * min(lengths):
             yield batch
             batch = []

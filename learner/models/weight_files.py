@@ -109,7 +109,7 @@ class WeightLoader:
         conversions = get_model_conversion_mapping(self.model)
         self._plan(conversions)
         # By these the weights are saved again.
-        self.model._weight_conversions = [each for each in conversions if each.was_used()]
+        self.model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
     def load(self, trained: nn.Module) -> None:
         """Fills the parts of the model that `trained` has, which are allocated.
@@ -154,9 +154,9 @@ class WeightLoader:
             )
 
     def _plan(self, conversions: list[Any]) -> None:
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known, prefix = self.model.state_dict(), self.model.base_model_prefix
         for saved_as in self.files.names():
             name, pattern = rename_source_key(saved_as, renamings, converters, prefix, known)
@@ -230,7 +230,7 @@ def _stacks(conversion: WeightConverter) -> bool:
     """True if a conversion stacks tensors along a new first dimension, and joins stacks along others."""
     first, *others = conversion.operations
     stacked = isinstance(first, MergeModulelist) and first.dim == 0
-    return stacked and all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
+    return stacked and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
 
 
 def _own_pieces(held: Tensor) -> range | None:

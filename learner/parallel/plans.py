@@ -38,7 +38,7 @@ def parallelise(model: Any, world: World) -> None:
         plan = {
             path: style
             for path, style in model.tp_plan.items()
-            if ".layers." in f".{path}" and not any(path == each or path.startswith(f"{each}.") for each in expert_plan)
+            if ".layers." in f".{path}" and not any(f"{path}.".startswith(f"{expert}.") for expert in expert_plan)
         }
         if not plan:
             raise ConfigError(f"learner.parallel.tp={world.sizes.tp}: transformers has no plan for {name}; set it to 1")

@@ -114,7 +114,7 @@ class FileTransport(Sender):
 
     @classmethod
     def build(cls, settings: SenderSettings) -> Self:
-        """As the constructor."""
+        """A sender with these settings. Raises: ConfigError as the constructor does."""
         return cls(settings.folder, full_every=settings.full_every)
 
     def prepare(self, snapshot: Snapshot) -> None:
@@ -199,7 +199,7 @@ class StreamTransport(Sender):
 
     @classmethod
     def build(cls, settings: SenderSettings) -> Self:
-        """As the constructor."""
+        """A sender with these settings. Raises: ConfigError as the constructor does."""
         return cls(settings.weights, settings.security, full_every=settings.full_every)
 
     @property

@@ -52,7 +52,7 @@ class Failing(Absent):
 
 
 @dataclass
-class Record:
+class ServerRecord:
     """State of a server that outlives its membership."""
 
     evictions: int = 0
@@ -82,7 +82,7 @@ class Member:
     """The version that it last reported to generate with."""
     staged: int
     """The version whose bytes it last reported to keep."""
-    record: Record
+    record: ServerRecord
     state: str = "joined"
     joined_at: float = field(default_factory=time.monotonic)
     proven: bool = False
@@ -124,7 +124,7 @@ class Roster:
         self._run = run
         self._deadline_s = deadline_s
         self._members: dict[bytes, Member] = {}
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, ServerRecord] = {}
         self._without_engine: dict[bytes, float] = {}  # and when each was heard last
         self.evictions = 0
 
@@ -161,7 +161,7 @@ class Roster:
             self._without_engine[peer] = time.monotonic()
             return is_news
         self._without_engine.pop(peer, None)
-        record = self._records.setdefault(join.server, Record())
+        record = self._records.setdefault(join.server, ServerRecord())
         if join.incarnation == record.incarnation and time.monotonic() < record.away_until:
             return member is not None
         self._members[peer] = Member(peer, join, time.monotonic(), join.version, join.staged, record)

@@ -20,14 +20,14 @@ class WrongWeights(SlipstreamError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """The method of a verification, and the deviation of the probe's log-probs (`relative_deviation`)."""
 
     how: str
     deviation: float = 0.0
 
 
-async def verify(engine: Engine, manifest: w.Manifest, config: WeightsConfig, *, dtype: str) -> Verdict:
+async def verify(engine: Engine, manifest: w.Manifest, config: WeightsConfig, *, dtype: str) -> Verification:
     """Compares what the engine holds with what was published.
 
     By checksums of its tensors where it shows them; by the log-probs that it gives to the learner's probe elsewhere.
@@ -35,20 +35,20 @@ async def verify(engine: Engine, manifest: w.Manifest, config: WeightsConfig, *,
     Raises: WrongWeights, EngineError.
     """
     if not config.verify:
-        return Verdict(w.NOT_VERIFIED)
+        return Verification(w.NOT_VERIFIED)
     held = await engine.checksums()
     if held is not None and manifest.checksums:
         _compare(manifest, held)
-        return Verdict(w.BY_CHECKSUM)
+        return Verification(w.BY_CHECKSUM)
     if manifest.probe is None:
-        return Verdict(w.NOT_VERIFIED)
+        return Verification(w.NOT_VERIFIED)
     try:
         # An engine that is full may take a while until it gets to it; the learner waits for the answer.
         async with asyncio.timeout(config.deadline_s / 4):
             logprobs = await engine.score(manifest.probe.token_ids)
     except TimeoutError:
         log.warning("engine too busy to be probed: version not verified", version=manifest.version)
-        return Verdict(w.NOT_VERIFIED)
+        return Verification(w.NOT_VERIFIED)
     except RequestRefused as error:  # some can't even say nan
         raise WrongWeights(
             f"the engine does not show that it holds version {manifest.version}: it refuses the probe: {error}"
@@ -61,7 +61,7 @@ async def verify(engine: Engine, manifest: w.Manifest, config: WeightsConfig, *,
             f"the engine does not hold version {manifest.version}: its log-probs of the probe are off by "
             f"{deviation:.2g} of their size (at most {tolerance:g})"
         )
-    return Verdict(w.BY_PROBE, deviation)
+    return Verification(w.BY_PROBE, deviation)
 
 
 def relative_deviation(found: list[float], expected: list[float]) -> float:

@@ -120,7 +120,7 @@ class Remote:
         return self._remote_peer.ask("getattr", self, name)
 
     def __contains__(self, item: object) -> bool:  # compared here: its owner does not learn what is looked for
-        return any(item is each or item == each for each in iter(self))
+        return any(item is element or item == element for element in iter(self))
 
 
 def _unary(name: str) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ class Peer:
         if isinstance(value, type):
             return self._describe_type(value)
         if isinstance(value, BaseException):
-            public = {name: each for name, each in vars(value).items() if not name.startswith("_")}
+            public = {name: member for name, member in vars(value).items() if not name.startswith("_")}
             return "error", kind, value.args, str(value), public
         if kind.__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):  # a scalar
             return "plain", value.item()

@@ -24,8 +24,8 @@ def main() -> None:
         import marshal
 
         modules, name, arguments = marshal.loads(content)
-        for each, code in modules:
-            sys.modules[each] = module = type(sys)(each)
+        for module_name, code in modules:
+            sys.modules[module_name] = module = type(sys)(module_name)
             exec(marshal.loads(code), vars(module))
         vars(sys.modules[name])["main"](*arguments)
         return

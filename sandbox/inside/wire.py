@@ -70,7 +70,7 @@ class Containers:
 
     def remember(self) -> None:
         """Later changes are those since now."""
-        self._before = [items(each) for each in self.objects]
+        self._before = [items(container) for container in self.objects]
 
     def changes(self) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """Numbers and present items of the containers that have changed."""
@@ -89,7 +89,7 @@ class Containers:
 def items(container: Any) -> list[Any]:
     """The elements of a container; of a mapping, keys and values in turn."""
     if isinstance(container, dict):
-        return [each for pair in container.items() for each in pair]
+        return [item for pair in container.items() for item in pair]
     return [bytes(container)] if isinstance(container, bytearray) else list(container)
 
 
@@ -129,8 +129,8 @@ def _put(value: Any, parts: list[bytes], containers: Containers, describe: Descr
         _put_bytes(b"b", value, parts)
     elif kind is tuple:
         parts.append(b"t" + _COUNT.pack(len(value)))
-        for each in value:
-            _put(each, parts, containers, describe)
+        for item in value:
+            _put(item, parts, containers, describe)
     elif kind in _CONSTANT_TAGS:
         parts.append(_CONSTANT_TAGS[kind])
     else:

@@ -12,20 +12,13 @@ from benchmarks.figures import Figure, Figures, Goal
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        ("buffer --rounds 0", "--rounds"),
-        ("buffer --groups -5", "--groups"),
-        ("buffer --latency-s 0", "--latency-s"),
-        ("buffer --latency-s nan", "--latency-s"),
-        ("buffer --ready 1000 3", "--ready"),
-        ("weights --servers 1 0", "--servers"),
-        ("weights --seconds inf", "--seconds"),
-        ("staleness --steps x", "--steps"),
-        ("staleness --lags 0 -1", "--lags"),
-        ("staleness --plot absent/a.png", "--plot"),
-        ("fleet --json .", "--json"),
-        ("kitchen", "part"),
+        ("buffer --rounds 0", "--rounds"), ("buffer --groups -5", "--groups"), ("buffer --latency-s 0", "--latency-s"),
+        ("buffer --latency-s nan", "--latency-s"), ("buffer --ready 1000 3", "--ready"),
+        ("weights --servers 1 0", "--servers"), ("weights --seconds inf", "--seconds"),
+        ("staleness --steps x", "--steps"), ("staleness --lags 0 -1", "--lags"),
+        ("staleness --plot absent/a.png", "--plot"), ("fleet --json .", "--json"), ("kitchen", "part"),
     ],
-)
+)  # fmt: skip
 def test_invalid_argument_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, option: str
 ) -> None:

@@ -1,9 +1,10 @@
 """A run for every test: ledger and configuration, on the session's Redis."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from slipstream.buffer.service import BufferService
@@ -13,6 +14,14 @@ from tests.buffer.ledger import ledger
 from tests.buffer.peers import Peer, connected, serving
 
 MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keys_of_one_module(redis_url: str) -> Iterator[None]:
+    """Removes all keys after a module: scans for those of one run read all."""
+    yield
+    with SyncRedis.from_url(redis_url) as client:
+        client.flushdb()
 
 
 @pytest.fixture
@@ -34,11 +43,8 @@ def make_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path
     def make(**buffer: object) -> RunConfig:
         return RunConfig.model_validate(
             {
-                "run": {"name": run_name, "dir": str(tmp_path)},
-                "model": {"build": "digits"},
-                "redis": {"url": redis_url},
-                "rollout": {"group_size": 2},
-                "learner": {"groups_per_step": 4},
+                "run": {"name": run_name, "dir": str(tmp_path)}, "model": {"build": "digits"},
+                "redis": {"url": redis_url}, "rollout": {"group_size": 2}, "learner": {"groups_per_step": 4},
                 "eval": {"tasks": 100},
                 "buffer": {
                     "bind": free_address, "endpoint": free_address, "max_staleness": 1, "reply_deadline_s": 10.0,

@@ -17,18 +17,14 @@ def trajectory(*, versions: Sequence[int] = (0,), reward: float = 1.0, episode: 
     mask = np.ones(tokens, dtype=m.MASK_DTYPE)
     mask[:2] = 0
     return m.Trajectory(
-        token_ids=np.arange(tokens, dtype=m.TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
+        token_ids=np.arange(tokens, dtype=m.TOKEN_DTYPE).tobytes(), action_mask=mask.tobytes(),
         behaviour_logprobs=(-0.5 * mask).astype(m.LOGPROB_DTYPE).tobytes(),
         spans=[
             m.VersionSpan(version=version, start=2 + 2 * number, end=4 + 2 * number)
             for number, version in enumerate(versions)
         ],
-        reward=reward,
-        scores={"exact_match": reward},
-        finish_reason="stop",
-        episode=episode,
-    )
+        reward=reward, scores={"exact_match": reward}, finish_reason="stop", episode=episode,
+    )  # fmt: skip
 
 
 def train_group(group_id: str, *, versions: Sequence[int] = (0,), epoch: int = 0, index: int = 0) -> m.Group:

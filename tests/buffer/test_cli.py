@@ -1,6 +1,5 @@
 """The console script `buffer`, as a process of its own."""
 
-import json
 import resource
 import signal
 import socket
@@ -12,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import zmq
 
 from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.runtime.errors import CERTAIN
 from tests.buffer.conftest import MakeConfig
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
@@ -46,36 +43,27 @@ def wait_until_it_serves(config: RunConfig, process: subprocess.Popen[str]) -> N
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_service(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
-    config = make_config()
-    with buffer(config, tmp_path) as process:
-        wait_until_it_serves(config, process)
-        process.send_signal(number)
-        assert process.wait(PATIENCE_S) == 128 + number
-
-
-def test_open_file_limit_is_raised(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
+@pytest.mark.parametrize(
+    ("number", "host"), [(signal.SIGTERM, "127.0.0.1"), pytest.param(signal.SIGINT, "[::1]", marks=needs_ipv6)]
+)
+def test_service_runs_until_a_signal(
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals, host: str
+) -> None:
+    address = f"tcp://{host}:{free_port()}"
+    config = make_config(bind=address, endpoint=address)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     try:
         with buffer(config, tmp_path) as process:
             wait_until_it_serves(config, process)
             assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, most)
+            client = BufferClient(config, "learner")
+            assert client.hello(0).version == 0
+            client.close()
+            process.send_signal(number)
+            assert process.wait(PATIENCE_S) == 128 + number
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
-
-
-@needs_ipv6
-def test_serves_over_ipv6(make_config: MakeConfig, tmp_path: Path) -> None:
-    address = f"tcp://[::1]:{free_port()}"
-    config = make_config(bind=address, endpoint=address)
-    with buffer(config, tmp_path) as process:
-        wait_until_it_serves(config, process)
-        client = BufferClient(config, "learner")
-        assert client.hello(0).version == 0
-        client.close()
 
 
 def test_signal_stops_wait_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -105,23 +93,6 @@ def test_missing_redis_fails_within_deadline(
     assert f"redis://127.0.0.1:{port}/0 can't be used" in stderr
     assert "Traceback" not in stderr
     assert "secret" not in stderr
-
-
-def test_busy_address_fails_with_its_name(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(config.buffer.bind)
-        with buffer(config, tmp_path) as process:
-            assert process.wait(PATIENCE_S) == CERTAIN
-            stderr = process.communicate()[1]
-    assert f"can't listen on {config.buffer.bind}" in stderr
-    assert "Traceback" not in stderr
-    (failed,) = [
-        record
-        for record in map(json.loads, (config.paths.logs / "buffer.jsonl").read_text().splitlines())
-        if record["level"] == "error"
-    ]
-    assert config.buffer.bind in failed["error"]
 
 
 def with_redis(config: RunConfig, url: str, *, deadline_s: float) -> RunConfig:

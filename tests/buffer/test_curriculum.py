@@ -53,12 +53,6 @@ async def test_mixed_tasks_are_issued_more_often(make_config: MakeConfig) -> Non
     assert sum(map(len, of_epochs[2:])) <= 2 * TASKS
 
 
-async def test_same_seed_skips_same_tasks(make_config: MakeConfig) -> None:
-    first = make_config(curriculum=CURRICULUM, max_staleness=1000)
-    again = first.model_copy(update={"run": first.run.model_copy(update={"name": f"{first.run.name}-again"})})
-    assert await play(first) == await play(again)
-
-
 async def test_solved_tasks_alone_are_still_issued(make_config: MakeConfig) -> None:
     config = make_config(curriculum={"after_groups": 1, "issue_probability": 1e-9}, max_staleness=1000)
     async with serving(config) as service, connected(config) as server:

@@ -8,22 +8,21 @@ import pytest
 import zmq.asyncio
 
 from slipstream.buffer.handlers.inspection import Inspector
-from slipstream.buffer.service import ReceivedMessage, Receiver
-from slipstream.buffer.store.types import DeliveredGroup
+from slipstream.buffer.service import MessageReceiver, ReceivedMessage
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.threads import cancel_tasks
-from tests.buffer.groups import train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected
 
 
 @contextlib.asynccontextmanager
-async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
+async def receiving(config: RunConfig) -> AsyncIterator[MessageReceiver]:
     context = zmq.asyncio.Context()
     try:
-        receiver = Receiver(Inspector(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        receiver = MessageReceiver(
+            Inspector(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20)
+        )
         task = asyncio.create_task(receiver.run())
         yield receiver
         await cancel_tasks(task)
@@ -32,44 +31,26 @@ async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
 
 
 @pytest.fixture
-async def receiver(config: RunConfig) -> AsyncIterator[Receiver]:
+async def receiver(config: RunConfig) -> AsyncIterator[MessageReceiver]:
     async with receiving(config) as receiver:
         yield receiver
 
 
 @pytest.fixture
-async def peer(config: RunConfig, receiver: Receiver) -> AsyncIterator[Peer]:
+async def peer(config: RunConfig, receiver: MessageReceiver) -> AsyncIterator[Peer]:
     async with connected(config) as peer:
         yield peer
 
 
-async def arrived(receiver: Receiver) -> ReceivedMessage:
+async def arrived(receiver: MessageReceiver) -> ReceivedMessage:
     async with asyncio.timeout(PATIENCE_S):
         return await receiver.next()
 
 
-async def test_delivery_is_inspected(receiver: Receiver, peer: Peer) -> None:
-    frame = encode(train_group("1"))
-    await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
-    arrival = await arrived(receiver)
-    good, bad = arrival.groups
-    assert (arrival.peer, good.id, bad.id) == (b"r0", "1", "2")
-    assert isinstance(good.result, DeliveredGroup)
-    assert good.result.blob == frame
-    assert isinstance(bad.result, FrameError)
-
-
-async def test_delivery_of_maximum_size(receiver: Receiver, peer: Peer) -> None:
+async def test_delivery_of_maximum_size(receiver: MessageReceiver, peer: Peer) -> None:
     ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
     await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
     assert [group.id for group in (await arrived(receiver)).groups] == ids
-
-
-async def test_invalid_messages_arrive_as_frame_errors(receiver: Receiver, peer: Peer) -> None:
-    await peer.socket.send_multipart([b"nonsense"])
-    await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
-    for _ in range(2):
-        assert isinstance((await arrived(receiver)).message, FrameError)
 
 
 async def test_messages_keep_order_under_backpressure(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

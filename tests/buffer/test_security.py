@@ -10,14 +10,14 @@ from typing import get_args
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import GroupReader
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.runtime.errors import CERTAIN, ConfigError, DeadlineError
+from slipstream.configs.runtime.errors import CERTAIN, DeadlineError
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
@@ -35,12 +35,11 @@ def config(make_config: MakeConfig, tmp_path: Path) -> RunConfig:
     return with_keys(make_config(), tmp_path / "keys")
 
 
-@pytest.fixture(params=["no keys", "another run's keys"])
-def stranger(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> RunConfig:
-    """The run without keys or with others, and a short reply deadline."""
+@pytest.fixture
+def strangers(make_config: MakeConfig, tmp_path: Path) -> list[RunConfig]:
+    """The run without keys and with others, and a short reply deadline."""
     make_keys(tmp_path / "others")
-    keys = None if request.param == "no keys" else tmp_path / "others"
-    return with_keys(make_config(reply_deadline_s=0.5), keys)
+    return [with_keys(make_config(reply_deadline_s=0.5), keys) for keys in (None, tmp_path / "others")]
 
 
 def with_keys(config: RunConfig, folder: Path | None) -> RunConfig:
@@ -58,81 +57,64 @@ async def rollout_server(config: RunConfig, name: str = "r0", *, key: str = ROLL
         context.destroy(linger=0)
 
 
-async def test_peers_with_keys_exchange_groups(config: RunConfig, tmp_path: Path) -> None:
-    with buffer(config, tmp_path) as process:
-        await asyncio.to_thread(wait_until_it_serves, config, process)
-        async with rollout_server(config) as server, learner(config) as client:
-            await server.join(credits=4)
-            tickets = await server.tickets()
-            groups = [answered(ticket) for ticket in tickets]
-            await server.deliver(*groups)
-            await asyncio.to_thread(client.hello, 0)
-            leased = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
-            assert leased is not None
-            assert GroupReader(config.redis, run=config.run.name).read(leased.ids) == groups
-
-
 async def test_peers_without_keys_are_refused(
-    config: RunConfig, stranger: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, strangers: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.05)
+    log = config.paths.logs / "buffer.jsonl"
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
-        async with rollout_server(config) as server, rollout_server(stranger, "intruder") as intruder:
+        async with rollout_server(config) as server:
             await server.join(credits=4)
             (first, *_) = await server.tickets()
-            intruder.socket.setsockopt(zmq.SNDTIMEO, 0)
-            with contextlib.suppress(zmq.Again):  # refused already
-                await intruder.hello()
-                await intruder.credits(4)
-                await intruder.send(m.Deliver(ids=[first.id]), encode(train_group(first.id)))
-            async with learner(stranger) as client:
-                with pytest.raises(DeadlineError, match=r"LeaseRequest.*security\.keys"):
-                    await asyncio.to_thread(client.lease, 0, count=1, consuming_version=0, wait_s=0.1)
-                with pytest.raises(DeadlineError, match=r"security\.keys"):
-                    await asyncio.to_thread(client.state)
-            assert not await intruder.socket.poll(0)
+            for stranger in strangers:
+                async with rollout_server(stranger, "intruder") as intruder, learner(stranger) as client:
+                    intruder.socket.setsockopt(zmq.SNDTIMEO, 0)
+                    with contextlib.suppress(zmq.Again):  # refused already
+                        await intruder.hello()
+                        await intruder.credits(4)
+                        await intruder.send(m.Deliver(ids=[first.id]), encode(train_group(first.id)))
+                    with pytest.raises(DeadlineError, match=r"LeaseRequest.*security\.keys"):
+                        await asyncio.to_thread(client.lease, 0, count=1, consuming_version=0, wait_s=0.1)
+                    with pytest.raises(DeadlineError, match=r"security\.keys"):
+                        await asyncio.to_thread(client.state)
+                    assert not await intruder.socket.poll(0)
             async with learner(config) as client:
                 counts = (await asyncio.to_thread(client.state)).counts
             assert (counts.issued, counts.in_flight) == (4, 4)
-            log = config.paths.logs / "buffer.jsonl"
             await until(lambda: contains(log, "handshake refused"))
 
 
 LEARNER_COMMANDS: list[m.Message] = [
     m.LearnerHello(request=7, incarnation="thief", run="run", step=0),
     m.LeaseRequest(request=7, incarnation="a1", step=0, count=1, consuming_version=0, wait_s=0.0),
-    m.Trained(request=7, incarnation="a1", step=0),
-    m.Published(request=7, incarnation="a1", version=9, evaluate=True),
-    m.Throttle(request=7, incarnation="a1", max_staleness=0),
-    m.Checkpointed(request=7, incarnation="a1", step=9),
-    m.Finish(request=7, incarnation="a1"),
-    m.StateRequest(request=7),
-]
+    m.Trained(request=7, incarnation="a1", step=0), m.Published(request=7, incarnation="a1", version=9, evaluate=True),
+    m.Throttle(request=7, incarnation="a1", max_staleness=0), m.Checkpointed(request=7, incarnation="a1", step=9),
+    m.Finish(request=7, incarnation="a1"), m.StateRequest(request=7),
+]  # fmt: skip
 
 
-async def test_rollout_key_may_not_send_learner_commands(config: RunConfig, tmp_path: Path) -> None:
+async def test_each_key_allows_the_messages_of_its_role(config: RunConfig, tmp_path: Path) -> None:
     assert {type(command) for command in LEARNER_COMMANDS} == set(get_args(m.FromLearner))
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
         async with rollout_server(config) as server, learner(config) as client:
             before = await asyncio.to_thread(client.hello, 0)
             await server.join(credits=4)
-            await server.tickets()
+            groups = [answered(ticket) for ticket in await server.tickets()]
             for command in LEARNER_COMMANDS:
                 await server.send(command)
                 assert (await server.receive(m.Refused, among=m.ToLearner)).request == 7
             state = await asyncio.to_thread(client.state)  # it is still the run's learner
             assert (state.version, state.counts.in_flight) == (before.version, 4)
             assert state.counts.dropped_frames == len(LEARNER_COMMANDS)
-
-
-async def test_learner_key_may_not_send_groups(config: RunConfig, tmp_path: Path) -> None:
-    with buffer(config, tmp_path) as process:
-        await asyncio.to_thread(wait_until_it_serves, config, process)
-        async with rollout_server(config, key=LEARNER) as server:
-            await server.hello()
-            await server.receive(m.Refused)
+            await server.deliver(*groups)
+            leased = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+            assert leased is not None
+            assert GroupReader(config.redis, run=config.run.name).read(leased.ids) == groups
+        async with rollout_server(config, key=LEARNER) as other:
+            await other.hello()
+            await other.receive(m.Refused)
 
 
 def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> None:
@@ -143,12 +125,6 @@ def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> N
     assert str(tmp_path / "keys" / "rollout.key") in stderr
     assert "slipstream keys new" in stderr
     assert "Traceback" not in stderr
-
-
-def test_missing_key_fails_client(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "keys" / "buffer.key").unlink()
-    with pytest.raises(ConfigError, match=r"buffer\.key"):
-        BufferClient(config, "learner")
 
 
 def test_secrets_are_not_logged(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,20 @@
 """The buffer service over real sockets and a real Redis."""
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from redis.asyncio import Redis
 
 from slipstream.buffer.client import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.redis import group_key
 from slipstream.buffer.store.types import DeliveredGroup, LeasedGroups, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from tests.buffer.groups import answered, large, train_group
+from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 
 
@@ -99,34 +96,6 @@ async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunCo
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
 
 
-async def test_undone_groups_are_leased_from_spill_files(
-    server: Peer, config: RunConfig, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await server.join(credits=4)
-    groups = [large(answered(ticket)) for ticket in await server.tickets()]
-    await server.credits(0)
-    assert await server.deliver(*groups) == {group.id: "ready" for group in groups}
-    ids = [group.id for group in groups]
-    async with learner(config) as client:
-        await asyncio.to_thread(client.hello, 0)
-        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        await asyncio.to_thread(client.trained, 0)
-
-        async def spilled() -> bool:
-            return (await server.state()).counts.spilled == 4
-
-        await until(spilled)
-        assert await redis.mget([group_key(config.run.name, group_id) for group_id in ids]) == [None] * 4
-        await asyncio.to_thread(client.checkpointed, 1)
-    async with learner(config) as client:
-        counts = (await asyncio.to_thread(client.hello, 0, undo=True)).counts
-        assert (counts.ready, counts.spilled) == (4, 4)
-        lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
-        assert lease is not None
-        assert lease.ids == ids
-        assert GroupReader(config.redis, run=config.run.name).read(ids) == groups
-
-
 async def test_failed_ticket_returns_its_credit(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
@@ -165,37 +134,6 @@ async def test_lease_waits_for_groups(server: Peer, config: RunConfig) -> None:
         await server.deliver(*groups)
         lease = await feed.receive(m.Lease, among=m.ToLearner)
     assert (lease.request, lease.group_ids) == (1, [group.id for group in groups])
-
-
-async def test_lease_without_groups_is_declined_at_deadline(
-    service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", PATIENCE_S)
-    async with learner(config) as client:
-        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=0.05) is None
-
-
-async def test_only_latest_lease_request_is_answered(server: Peer, config: RunConfig) -> None:
-    await server.join(credits=2)
-    groups = [answered(ticket) for ticket in await server.tickets()]
-    async with connected(config, "feed") as feed:
-        await feed.lead()
-        request = m.LeaseRequest(request=1, incarnation="a1", step=0, count=2, consuming_version=0, wait_s=60.0)
-        for number in (1, 2):
-            await feed.send(msgspec.structs.replace(request, request=number))
-        await feed.state()  # both have arrived
-        await server.deliver(*groups)
-        assert (await feed.receive(m.Lease, among=m.ToLearner)).request == 2
-        await feed.state()  # and nothing came in between
-
-
-async def test_finish_expires_tickets_in_flight(server: Peer, config: RunConfig) -> None:
-    await server.join(credits=2)
-    (first, _) = await server.tickets()
-    async with learner(config) as client:
-        counts = (await asyncio.to_thread(client.finish)).counts
-    assert (counts.in_flight, counts.expired) == (0, 2)
-    assert await server.deliver(answered(first)) == {first.id: "finished"}
 
 
 async def test_expired_tickets_are_reissued(config: RunConfig) -> None:
@@ -260,19 +198,6 @@ async def test_evaluation_waits_for_first_server(
         await asyncio.wait_for(swept.wait(), PATIENCE_S)
     await server.join(credits=1)
     assert await server.eval_tickets()
-
-
-async def test_all_servers_share_evaluation(config: RunConfig, service: BufferService) -> None:
-    await service.ledger.finish()  # no train tickets
-    async with contextlib.AsyncExitStack() as stack:
-        peers = [await stack.enter_async_context(connected(config, f"r{number}")) for number in range(16)]
-        for peer in peers:
-            await peer.join(credits=8)
-            await peer.state()
-        await publish(config, 0, evaluate=True)
-        granted = [await peer.eval_tickets() for peer in peers]
-    assert sorted(len(ticket.indices) for (ticket,) in granted) == [6] * 12 + [7] * 4
-    assert sorted(index for (ticket,) in granted for index in ticket.indices) == list(range(100))
 
 
 async def test_eval_tasks_are_capped_by_server(service: BufferService, config: RunConfig) -> None:

@@ -14,12 +14,11 @@ import zmq
 from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group, trajectory
 from tests.buffer.peers import PATIENCE_S, Peer, connected, serving, until
-from tests.faults.frames import damaged_frames, is_garbage
 
 
 async def assert_serves(server: Peer) -> None:
@@ -27,40 +26,6 @@ async def assert_serves(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
-
-
-async def test_garbage_is_counted_and_dropped(server: Peer, config: RunConfig) -> None:
-    frames = [frame for frame in damaged_frames(2500, seed=1) if is_garbage(frame)][:2000]
-    assert len(frames) == 2000
-    async with connected(config, "sender") as sender:
-        for frame in frames:
-            await sender.socket.send_multipart([frame])
-        assert (await sender.state()).counts.dropped_frames == 2000
-    await assert_serves(server)
-
-
-async def test_damaged_messages_keep_ledger_consistent(server: Peer, config: RunConfig) -> None:
-    """The sender has joined the run, so its messages take effect."""
-    last = m.StateRequest(request=0xBAD)
-    frames = [frame for frame in damaged_frames(8000, seed=2) if not is_garbage(frame)]
-    assert len(frames) > 100
-    async with connected(config, "sender") as sender:
-        await sender.join()
-        for frame in frames:
-            await sender.socket.send_multipart([frame, encode(train_group("17"))])
-        await sender.send(last)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                answer = decode(await sender.socket.recv(), m.ToServer | m.ToLearner)
-                if isinstance(answer, m.State) and answer.request == last.request:
-                    break
-    await server.hello()
-    await server.receive(m.Welcome)
-    counts = (await server.state()).counts
-    assert counts.issued == (
-        counts.in_flight + counts.ready + counts.leased + counts.trained
-        + counts.filtered + counts.expired + counts.reissued
-    )  # fmt: skip
 
 
 async def test_incomplete_messages_are_dropped(server: Peer) -> None:
@@ -78,8 +43,7 @@ async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     first, second, third = await server.tickets()
     await server.credits(0)
     await server.send(
-        m.Deliver(ids=[first.id, second.id, third.id]),
-        encode(answered(first)), b"garbage", encode(answered(first)),
+        m.Deliver(ids=[first.id, second.id, third.id]), encode(answered(first)), b"garbage", encode(answered(first)),
     )  # fmt: skip
     outcomes = (await server.receive(m.Acknowledge)).outcomes
     assert outcomes == {first.id: "ready", second.id: m.AGAIN, third.id: m.AGAIN}
@@ -130,24 +94,20 @@ async def test_untrainable_group_is_filtered(server: Peer, service: BufferServic
 LONG = np.ones(1026, dtype=m.MASK_DTYPE)
 LONG[0] = 0
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
-    "other_ticket": {"indices": [10]},
-    "other_ticket, epoch": {"epoch": 1},
-    "other_ticket, kind": {"kind": m.EVAL},
+    "other_ticket": {"indices": [10]}, "other_ticket, epoch": {"epoch": 1}, "other_ticket, kind": {"kind": m.EVAL},
     "wrong_episodes": {"trajectories": [trajectory(), trajectory(episode=1), trajectory(episode=2)]},
     "invalid_reward": {"trajectories": [trajectory(), trajectory(reward=1e15, episode=1)]},
     "answer_too_long": {
         "trajectories": [
             trajectory(),
             msgspec.structs.replace(
-                trajectory(episode=1),
-                token_ids=LONG.astype(m.TOKEN_DTYPE).tobytes(),
-                action_mask=LONG.tobytes(),
+                trajectory(episode=1), token_ids=LONG.astype(m.TOKEN_DTYPE).tobytes(), action_mask=LONG.tobytes(),
                 behaviour_logprobs=(-0.5 * LONG).astype(m.LOGPROB_DTYPE).tobytes(),
                 spans=[m.VersionSpan(version=0, start=1, end=1026)],
             ),
         ]
     },
-}
+}  # fmt: skip
 """What contradicts a ticket, by the reason code of its refusal."""
 
 
@@ -190,15 +150,6 @@ async def test_dropped_group_of_another_task_is_no_outcome(make_config: MakeConf
             assert await server.deliver(other) == {ticket.id: outcome}
         snapshot = await service.ledger.snapshot()
         assert (snapshot.counts.reasons, snapshot.tasks) == ({"filtered:other_ticket": 1}, {})
-
-
-async def test_untrainable_group_may_be_sent_again_intact(server: Peer, service: BufferService) -> None:
-    await service.ledger.publish(7, evaluate=False)
-    await server.join(credits=1, version=7)
-    (ticket,) = await server.tickets()
-    for reason in list(POISON)[:MALFORMED_RETRIES]:
-        assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: m.AGAIN}
-    assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
 
 async def test_negative_token_id_is_refused(server: Peer) -> None:
@@ -252,15 +203,10 @@ def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
 @pytest.mark.parametrize(
     "group",
     [
-        train_group("unknown"),
-        train_group("e0-0"),
-        train_group("1", versions=()),
-        m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[]),
-        eval_group(indices=[], rewards=[1.0]),
-        eval_group(indices=[0, 1], rewards=[1.0]),
-        eval_group(indices=[-1], rewards=[1.0]),
-        eval_group(indices=[0], rewards=[float("nan")]),
-        eval_group(indices=[0], rewards=[float("inf")]),
+        train_group("unknown"), train_group("e0-0"), train_group("1", versions=()),
+        m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[]), eval_group(indices=[], rewards=[1.0]),
+        eval_group(indices=[0, 1], rewards=[1.0]), eval_group(indices=[-1], rewards=[1.0]),
+        eval_group(indices=[0], rewards=[float("nan")]), eval_group(indices=[0], rewards=[float("inf")]),
         eval_group(indices=[0, 1], rewards=[1.7e308, 1.7e308]),
     ],
     ids=["strange id", "evaluation's id", "no action token", "empty", "eval of nothing", "eval with missing answers",

@@ -13,7 +13,7 @@ from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import serving
 
-STEPS = 30
+STEPS = 20
 GROUPS_PER_STEP = 32
 MOST = 1.2
 """Largest work of a server, divided by the mean."""

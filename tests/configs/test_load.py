@@ -113,17 +113,11 @@ def test_value_out_of_bounds_is_named(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("learner.steps", "key.path=value"),
-        ("=3", "key.path=value"),
-        ("learner..steps=3", "key.path=value"),
-        (".steps=3", "key.path=value"),
-        ("extends=demo.yaml", "extends"),
-        ("learner.steps=[", "YAML"),
-        ("env.options={a: 1, a: 2}", "'a'"),
-        ("run.name.first=x", "'name'"),
-        ("rewards.0.weight=2", "'rewards'"),
+        ("learner.steps", "key.path=value"), ("=3", "key.path=value"), ("learner..steps=3", "key.path=value"),
+        (".steps=3", "key.path=value"), ("extends=demo.yaml", "extends"), ("learner.steps=[", "YAML"),
+        ("env.options={a: 1, a: 2}", "'a'"), ("run.name.first=x", "'name'"), ("rewards.0.weight=2", "'rewards'"),
     ],
-)
+)  # fmt: skip
 def test_malformed_override_is_named(override: str, part: str) -> None:
     require_problem(f"override {override.split(maxsplit=1)[0]} {part}", override)
 

@@ -58,7 +58,8 @@ class Family:
         config: class of their configs in transformers.
         settings: of the tiny model, beside the sizes of all.
         vllm: dtype in which vLLM runs them on a CPU; None: it can't.
-        soak: vLLM's part is checked only with `-m soak`: another family shows the same, or takes long to start.
+        soak: vLLM's part is checked only with `-m soak`: another family, or `test_experts`, shows the same, or it takes
+            long to start.
     """
 
     config: str
@@ -90,13 +91,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi-2": Family("PhiConfig"),
     "Phi-3": Family("Phi3Config"),
-    "Mixtral": Family("MixtralConfig", {**_HEADS, "num_local_experts": 4}, soak=False),
+    "Mixtral": Family("MixtralConfig", {**_HEADS, "num_local_experts": 4}),
     "Qwen3-MoE": Family("Qwen3MoeConfig", {**_HEADS, **_EXPERTS}, soak=False),
     "GLM-4.5": Family(
         "Glm4MoeConfig",
         {**_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
          "first_k_dense_replace": 0},
-        soak=False,
     ),
     "DeepSeek-V3": Family(
         "DeepseekV3Config",

@@ -47,7 +47,7 @@ class Subject:
                         "kv_cache_bytes": 4 << 20,  # of 8,192 tokens: it can be filled in a second
                         "start_deadline_s": START_S,
                         **kind.options,
-                    },
+                    }
                 },
             }
         )

@@ -206,9 +206,12 @@ async def test_preempted_requests_are_counted_and_exact(subject: Subject) -> Non
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [([3] * (CONTEXT + 1), "maximum context length"), ([3, 32], "vocabulary of 32"), ([], "empty")],
-    ids=["too-long", "unknown-token", "empty"],
-)
+    [
+        ([3] * (CONTEXT + 1), "maximum context length"), ([3, 32], "vocabulary of 32"), ([-1], "token -1"),
+        ([], "empty"),
+    ],
+    ids=["too-long", "unknown-token", "negative-token", "empty"],
+)  # fmt: skip
 async def test_invalid_prompt_is_refused_alone(subject: Subject, prompt: list[int], reason: str) -> None:
     neighbour = asyncio.ensure_future(subject.answers(max_tokens=100))
     with pytest.raises(RequestRefused, match=reason):

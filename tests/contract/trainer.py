@@ -16,12 +16,7 @@ from tests.contract.policies import policy_of, scores
 
 
 def publish(
-    model: Any,
-    version: int,
-    staging: Staging,
-    *,
-    dtype: torch.dtype = torch.float32,
-    probe: list[int] | None = None,
+    model: Any, version: int, staging: Staging, *, dtype: torch.dtype = torch.float32, probe: list[int] | None = None
 ) -> Manifest:
     """Puts the learner's snapshot of a model into the staging memory, as a rollout server receives it."""
     taker = SnapshotTaker(model, dtype=dtype, bucket_bytes=1 << 20, device=torch.device("cpu"))

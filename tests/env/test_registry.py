@@ -61,9 +61,7 @@ def test_a_size_out_of_range_is_refused(split: str, size: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fingerprint", "part"),
-    [(12345, "12345"), ("x" * (LONGEST_FINGERPRINT + 1), "1025")],
-    ids=["number", "long"],
+    ("fingerprint", "part"), [(12345, "12345"), ("x" * (LONGEST_FINGERPRINT + 1), "1025")], ids=["number", "long"]
 )
 def test_a_fingerprint_that_does_not_fit_the_wire_is_refused(fingerprint: object, part: str) -> None:
     with pytest.raises(ConfigError, match=rf"'env_plugins:Constant' .*fingerprint\(\).*{part}"):

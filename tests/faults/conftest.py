@@ -34,8 +34,7 @@ def make_run_config(redis_url: str, run_name: str, free_address: str, tmp_path: 
         return RunConfig.model_validate(
             SETTINGS
             | {
-                "run": {"name": run_name, "dir": str(tmp_path)},
-                "redis": {"url": redis_url},
+                "run": {"name": run_name, "dir": str(tmp_path)}, "redis": {"url": redis_url},
                 "weights": {"control_port": free_port()},
                 "buffer": {
                     "bind": free_address, "endpoint": free_address, "max_staleness": 4, "reply_deadline_s": 60.0,

@@ -20,31 +20,13 @@ OUT_OF_BOUNDS = (
     m.GroupFailed(id="9" * 5000, kind=m.TRAIN, reason="broken", detail=""),
     m.GroupFailed(id="1", kind=m.TRAIN, reason="x" * 1025, detail=""),
     m.GroupFailed(id="1", kind=m.TRAIN, reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
-    m.Deliver(ids=["9" * 5000]),
-    TOO_MANY,
-    m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
+    m.Deliver(ids=["9" * 5000]), TOO_MANY, m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
     m.Credits(capacity=1, status=m.ServerStatus(), held=["9" * 65]),
     m.Credits(capacity=1, status=m.ServerStatus(version=-1), held=[]),
-)
+)  # fmt: skip
 """Well-formed, but with fields that are too long or too small."""
 OVERSIZED_HEADERS = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")), b"\x91" * 5000)
 """msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and deeply nested arrays."""
-
-
-def damaged_frames(count: int, *, seed: int, run: str = "demo") -> list[bytes]:
-    """Random bytes, and real messages that were truncated or changed."""
-    rng = random.Random(seed)
-    good = _good(run)
-    return [_damaged(rng.choice(good), rng) for _ in range(count)]
-
-
-def is_garbage(frame: bytes) -> bool:
-    """Whether a frame is no message."""
-    try:
-        decode(frame, m.ToService)
-    except FrameError:
-        return True
-    return False
 
 
 def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]]:

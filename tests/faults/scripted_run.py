@@ -24,11 +24,8 @@ ANSWER = (3, 4, 5)
 STEPS = 60
 REWARD = "digit_match"
 SETTINGS: dict[str, Any] = {
-    "model": {"build": "digits"},
-    "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
-    "rewards": [{"name": REWARD}],
-    "scoring": {"workers": 0},
-    "eval": {"tasks": 0},
+    "model": {"build": "digits"}, "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
+    "rewards": [{"name": REWARD}], "scoring": {"workers": 0}, "eval": {"tasks": 0},
     "rollout": {"group_size": 2, "sampling": {"max_tokens": 3}, "groups_in_flight": 16,
                 "group_deadline_s": 60.0},
     "learner": {"steps": STEPS, "groups_per_step": 4, "updates_per_step": 1, "wait_deadline_s": 90.0,

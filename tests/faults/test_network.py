@@ -36,9 +36,8 @@ def config(make_run_config: MakeRunConfig, bind_port: int) -> RunConfig:
     return make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}"})
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_message_faults_lose_and_repeat_no_group(config: RunConfig, redis: Redis, model: Path, seed: int) -> None:
-    proxy = MessageProxy(random.Random(seed), drop=0.03, repeat=0.05, truncate=0.02, late_s=1.0)
+async def test_message_faults_lose_and_repeat_no_group(config: RunConfig, redis: Redis, model: Path) -> None:
+    proxy = MessageProxy(random.Random(1), drop=0.03, repeat=0.05, truncate=0.02, late_s=1.0)
     async with (
         proxy.running(listen=config.buffer.endpoint, to=config.buffer.bind),
         scripted_run(config, model) as learner,
@@ -49,12 +48,8 @@ async def test_message_faults_lose_and_repeat_no_group(config: RunConfig, redis:
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-async def test_connection_faults_lose_no_group(
-    config: RunConfig, redis: Redis, model: Path, bind_port: int, seed: int
-) -> None:
-    rng = random.Random(seed)
-    proxy = TcpProxy()
+async def test_connection_faults_lose_no_group(config: RunConfig, redis: Redis, model: Path, bind_port: int) -> None:
+    rng, proxy = random.Random(4), TcpProxy()
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
     async with proxy.running(listen=endpoint_port, to=bind_port), scripted_run(config, model) as learner:
         async with asyncio.timeout(DEADLINE_S):

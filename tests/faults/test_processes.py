@@ -1,4 +1,4 @@
-"""A real run whose processes are killed or stopped at random moments and return: no group is lost."""
+"""A real run whose servers join and leave, and whose processes are killed or stopped and return: no group is lost."""
 
 import os
 import random
@@ -34,13 +34,28 @@ def inject(run: Run, faults: Sequence[Fault], rng: random.Random) -> None:
     assert not slow, slow
 
 
+def join_and_leave(run: Run) -> None:
+    """Two more servers join; one is killed and one stopped."""
+    assert run.figure("weights/members") == 1
+    for name in ("rollout-2", "rollout-3"):
+        run.start(name)
+    run.until(lambda: run.figure("weights/members") == 3, "three servers get weights")
+    run.until_steps(5, "training with three servers")
+    run.end("rollout-3", signal.SIGKILL)
+    assert run.end("rollout-2", signal.SIGTERM) == 128 + signal.SIGTERM
+    run.until(lambda: run.figure("weights/members") == 1, "the dead server is evicted, the stopped one has left")
+    run.until_steps(5, "training with the last server")
+    assert run.figure("weights/evictions") == 1, "a stopped server leaves without eviction"
+
+
 @pytest.mark.timeout(600)
-def test_killed_processes_lose_no_group(tmp_path: Path, forks: ForkServerContext) -> None:
+def test_joins_and_kills_lose_no_group(tmp_path: Path, forks: ForkServerContext) -> None:
     rng = random.Random(11)
     killed = [
         Fault(name, signal.SIGKILL, rng.uniform(0, 1)) for name in rng.sample(("redis", "buffer", "rollout"), k=3)
     ]
     with running(tmp_path, forks) as run:
+        join_and_leave(run)
         inject(run, killed, rng)
 
 

@@ -45,10 +45,7 @@ FAILURES = {
 }
 """Reason and detail of the groups that each fault costs."""
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(BUBBLEWRAP is None, reason="bubblewrap is not installed"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(BUBBLEWRAP is None, reason="bubblewrap is not installed")]
 
 
 @dataclass(frozen=True)
@@ -145,16 +142,11 @@ def settings(model: Path, programs: Path, judge: int, mcp: int, openenv: int) ->
             {"name": "judge", "options": judging},
             {"name": "program", "function": "tests.faults.surroundings:RunsProgram"},
         ],
-        "scoring": {"workers": 1},
-        "eval": {"tasks": 0},
-        "rollout.group_size": 2,
-        "rollout.groups_in_flight": 8,
-        "rollout.sampling": {"max_tokens": 8},
-        "rollout.episode": {"tokens": 256},
-        "rollout.engine": {"name": "hf", "max_model_len": 512, "max_sequences": 64},
-        "learner.groups_per_step": 2,
+        "scoring": {"workers": 1}, "eval": {"tasks": 0}, "rollout.group_size": 2, "rollout.groups_in_flight": 8,
+        "rollout.sampling": {"max_tokens": 8}, "rollout.episode": {"tokens": 256},
+        "rollout.engine": {"name": "hf", "max_model_len": 512, "max_sequences": 64}, "learner.groups_per_step": 2,
         "buffer.server_deadline_s": 3,
-    }
+    }  # fmt: skip
     return [f"{key}={json.dumps(value)}" for key, value in sections.items()]
 
 

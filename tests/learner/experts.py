@@ -21,20 +21,10 @@ def build_experts(seed: int = 0) -> Any:
     """A Qwen3-MoE of three layers, of which the second has no experts."""
     configure: Any = Qwen3MoeConfig  # its declaration lacks head_dim
     config = configure(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        num_experts=LAYOUT.experts,
-        num_experts_per_tok=LAYOUT.per_token,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-    )
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
+        num_experts=LAYOUT.experts, num_experts_per_tok=LAYOUT.per_token, norm_topk_prob=True, mlp_only_layers=[1],
+    )  # fmt: skip
     build: Any = Qwen3MoeForCausalLM
     model = build(config).eval()
     generator = torch.Generator().manual_seed(seed)

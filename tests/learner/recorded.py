@@ -33,7 +33,7 @@ def run_config(model: Path, folder: Path, **learner: Any) -> RunConfig:
         "steps": 100,
         "groups_per_step": 8,
         "updates_per_step": 2,
-        "token_budget": 40,
+        "token_budget": 160,
         "optimizer": {"lr": 3e-3, "warmup_steps": 0, "final_lr_fraction": 1.0},
         **learner,
     }

@@ -59,17 +59,14 @@ class RolloutServer:
         self._offer(0)
         groups = [
             m.Group(
-                id=ticket.id,
-                kind=ticket.kind,
-                epoch=ticket.epoch,
-                indices=ticket.indices,
+                id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices,
                 trajectories=[
                     trajectory(np.random.default_rng([int(ticket.id), number]), tokens=tokens, episode=number)
                     for number in range(ticket.samples)
                 ],
             )
             for ticket, tokens in zip(tickets, cycle(lengths), strict=False)
-        ]
+        ]  # fmt: skip
         frames = [encode(m.Deliver(ids=[group.id for group in groups])), *(encode(group) for group in groups)]
         self.socket.send_multipart(frames)
         assert set(self._await(m.Acknowledge).outcomes.values()) == {"ready"}

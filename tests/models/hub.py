@@ -47,10 +47,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(file.read_bytes(), "application/octet-stream", body=body)
         files = {str(each.relative_to(folder)): each for each in sorted(folder.rglob("*")) if each.is_file()}
         answer: object = {
-            "id": f"{organisation}/{name}",
-            "sha": COMMIT,
-            "siblings": [{"rfilename": name} for name in files],
-        }
+            "id": f"{organisation}/{name}", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files],
+        }  # fmt: skip
         if kind == "tree":
             answer = [
                 {"type": "file", "path": name, "size": file.stat().st_size, "oid": etag(file)}

@@ -63,17 +63,11 @@ class Hub:
         done = subprocess.run(
             [sys.executable, "-P", "-c", RESOLVE, path, *([revision] if revision else [])],
             env={
-                "HF_ENDPOINT": self.endpoint,
-                "HF_HOME": str(self.home),
-                "PATH": "",
-                "PYTHONPATH": ":".join(sys.path),
+                "HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.home), "PATH": "", "PYTHONPATH": ":".join(sys.path),
                 **environment,
             },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
         return done.stdout.strip()
 
 
@@ -177,11 +171,6 @@ def test_fingerprint_is_independent_of_folder(built: Path, tmp_path: Path) -> No
     (elsewhere / "README.md").touch()
     (elsewhere / "generation_config.json").unlink()
     assert model_fingerprint(elsewhere) == model_fingerprint(built)
-
-
-def test_rebuilt_model_has_same_fingerprint(built: Path, tmp_path: Path) -> None:
-    build_digits_model(tmp_path / "again", seed=0)
-    assert model_fingerprint(tmp_path / "again") == model_fingerprint(built)
 
 
 @pytest.mark.parametrize(

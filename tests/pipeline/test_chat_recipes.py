@@ -66,18 +66,16 @@ def make_rows(name: str, folder: Path, *options: str) -> None:
     subprocess.run(script, check=True, timeout=120, env={**os.environ, "HF_HOME": str(folder / "hub")})
 
 
-@pytest.fixture
-def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the rows of a recipe."""
-    folder = tmp_path / "rows"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("rows")
     if request.param in ("constants", "mbpp"):
         request.getfixturevalue("sandbox")  # of their reward
     if request.param == "gsm8k":
         write_gsm8k(folder)
     elif request.param == "mbpp":
-        source = tmp_path / "source"
-        source.mkdir()
+        source = tmp_path_factory.mktemp("source")
         write_mbpp(source)
         make_rows("mbpp", folder, "--source", str(source))
     else:

@@ -1,4 +1,4 @@
-"""Every recipe trains for a few steps: real Redis, buffer, vLLM and learner, a verified ledger at the end."""
+"""Every recipe trains for a few steps: real Redis, buffer, engine and learner, a verified ledger at the end."""
 
 import math
 from collections.abc import Iterator
@@ -17,6 +17,8 @@ from tests.pipeline.runs import train
 OTHERS = ("constants", "gsm8k", "mbpp", "smollm2_arithmetic")
 """Recipes over rows of files, which have tests of their own."""
 RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") if path.stem not in OTHERS)
+IMAGES = "colours"
+"""The recipe whose model only vLLM runs."""
 STEPS = 3
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 AT_ONCE = 2
@@ -43,6 +45,7 @@ def overrides_of(recipe: Path) -> list[str]:
     learner = yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]
     return [
         "eval.tasks=0",
+        *([] if recipe.stem == IMAGES else ["rollout.engine.name=hf"]),  # it starts in a second
         f"learner.steps={STEPS}",
         "learner.optimizer.warmup_steps=0",
         *(CRITIC if "critic" in learner else []),
@@ -62,10 +65,12 @@ def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[
 
 
 def test_a_breached_throttle_brings_the_staleness_to_0(pipeline: Pipeline, forks: ForkServerContext) -> None:
-    overrides = ["eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16"]
-    overrides.append("learner.optimizer.warmup_steps=0")
-    throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
-    assert train(forks, pipeline, *overrides, throttle) == 0
+    overrides = (
+        "rollout.engine.name=hf", "eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1",
+        "learner.steps=16", "learner.optimizer.warmup_steps=0",
+        "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}",
+    )  # fmt: skip
+    assert train(forks, pipeline, *overrides) == 0
     steps = pipeline.records("step")
     assert [step["throttle/max_staleness"] for step in steps[-2:]] == [0, 0]
     assert steps[-1]["throttle/lr_scale"] < 1

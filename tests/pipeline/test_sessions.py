@@ -13,6 +13,7 @@ from tests.pipeline.two_turns import HINT
 
 EOS_ID = TOKENS.index(EOS)
 OVERRIDES = (
+    "rollout.engine.name=hf",
     "env={name: tests.pipeline.two_turns:TwoTurns, options: {}}",
     "rollout.sampling={max_tokens: 16, ignore_eos: false}",
     "rollout.group_size=8",

@@ -12,7 +12,7 @@ from tests.pipeline.runs import serving
 @pytest.mark.timeout(600)
 def test_two_learner_ranks_under_torchrun_train_one_policy(pipeline: Pipeline, forks: ForkServerContext) -> None:
     overrides = ("learner.checkpoint.every_steps=3", "learner.checkpoint.asynchronous=true", "eval.every_steps=0")
-    short = ("learner.steps=10", "learner.optimizer.warmup_steps=0")
+    short = ("rollout.engine.name=hf", "learner.steps=10", "learner.optimizer.warmup_steps=0")
     with serving(forks, pipeline, *short, *overrides) as services:
         ranks = ["--nproc-per-node=2", f"--master-port={free_port()}", "-m", "slipstream.learner.cli"]
         torchrun = services.start("torch.distributed.run", *ranks)

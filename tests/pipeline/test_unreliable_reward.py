@@ -44,7 +44,7 @@ def test_run_with_an_unreliable_reward_drops_no_groups(forks: ForkServerContext,
         try:
             overrides = (
                 f"rewards=[{reward}]",
-                "scoring={workers: 2, deadline_s: 3}", "eval={tasks: 0, reward: null}",
+                "rollout.engine.name=hf", "scoring={workers: 2, deadline_s: 3}", "eval={tasks: 0, reward: null}",
                 f"learner.steps={STEPS}", "learner.optimizer.warmup_steps=0", f"learner.groups_per_step={GROUPS}",
             )  # fmt: skip
             assert train(forks, pipeline, *overrides) == 0

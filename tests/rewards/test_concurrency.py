@@ -65,11 +65,7 @@ async def test_open_calls_of_async_reward_are_limited(workers: int, keys: dict[s
 
 @pytest.mark.parametrize(
     ("keys", "requests", "results"),
-    [
-        ({}, 24, ["reward_error"] * 8),
-        ({"retries": 0}, 8, ["reward_error"] * 8),
-        ({"retries": 3}, 32, [3.0] * 8),
-    ],
+    [({}, 24, ["reward_error"] * 8), ({"retries": 0}, 8, ["reward_error"] * 8), ({"retries": 3}, 32, [3.0] * 8)],
 )
 async def test_failed_calls_are_tried_again(keys: dict[str, Any], requests: int, results: list[Any]) -> None:
     service = Service(failures=24)

@@ -109,16 +109,11 @@ def named(name: str, **options: object) -> RewardConfig:
 @pytest.mark.parametrize(
     ("name", "takes", "is_async"),
     [
-        ("with_a_default", "answer", False),
-        ("of_anything", "answer", False),
-        ("of_an_episode", "episode", False),
-        ("of_a_named_episode", "episode", False),
-        ("of_a_group", "group", False),
-        ("awaited", "answer", True),
-        ("awaited_group", "group", True),
-        ("judge", "episode", True),
+        ("with_a_default", "answer", False), ("of_anything", "answer", False), ("of_an_episode", "episode", False),
+        ("of_a_named_episode", "episode", False), ("of_a_group", "group", False), ("awaited", "answer", True),
+        ("awaited_group", "group", True), ("judge", "episode", True),
     ],
-)
+)  # fmt: skip
 def test_the_signature_decides_how_a_reward_is_called(name: str, takes: str, is_async: bool) -> None:
     found = find_reward(named(name))
     assert (found.function, found.takes, found.is_async) == (globals()[name], takes, is_async)

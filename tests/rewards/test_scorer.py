@@ -123,12 +123,6 @@ def test_calls_must_end_within_a_ticket() -> None:
             scorer.require_time(generation_s=300, ticket_s=330)
 
 
-def test_an_unknown_reward_is_refused_at_the_start() -> None:
-    for workers in (0, 1):
-        with pytest.raises(ConfigError, match="exact_mach"):
-            Scorer([RewardConfig(name="exact_mach")], ScoringConfig(workers=workers))
-
-
 async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
     config = RunConfig.model_validate(
         {
@@ -148,19 +142,12 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
 
 async def test_wrong_unparsed_and_late_answers_differ_in_the_scores() -> None:
     pytest.importorskip("math_verify")
-    answers = [r"\boxed{x+7}", r"\boxed{x+8}", "no idea", r"\boxed{2^{2^{2^{2^{2^2}}}}}"]
-    terms = [RewardConfig(name="math", options={"timeout_s": 2.0})]
+    late = [rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}" for base in range(2, 6)]
+    answers = [r"\boxed{x+7}", r"\boxed{x+8}", "no idea", *late]
+    terms = [RewardConfig(name="math", options={"timeout_s": 0.5})]
     with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
         results = await scorer.score([episode(answer, reference="7+x") for answer in answers])
-    assert math_scores(results) == [(1, 1, 0), (0, 1, 0), (0, 0, 0), (0, 1, 1)]
-
-
-async def test_hard_comparisons_cost_no_episode() -> None:
-    pytest.importorskip("math_verify")
-    terms = [RewardConfig(name="math", options={"timeout_s": 1.0})]
-    subjects = [episode(rf"\boxed{{{base}^{{2^{{2^{{2^{{2^2}}}}}}}}}}", reference="7+x") for base in range(2, 10)]
-    with closing(Scorer(terms, ScoringConfig(workers=1))) as scorer:
-        assert math_scores(await scorer.score(subjects)) == [(0, 1, 1)] * 8
+    assert math_scores(results) == [(1, 1, 0), (0, 1, 0), (0, 0, 0), *[(0, 1, 1)] * 4]
 
 
 def math_scores(results: Sequence[EpisodeReward | Failure]) -> list[tuple[float, ...]]:

@@ -20,6 +20,7 @@ from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.plugins import plugin_code
 from tests.buffer.peers import serving, until
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
@@ -33,26 +34,19 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
         ("env.name=digitz", "'digitz'"),
         ("buffer.filters=[{name: dynamic_sampling, score: env}]", "'env'"),
         ("rewards=[{name: exact_macht}]", "'exact_macht'"),
-        ("model={path: /nowhere}", "model.path=/nowhere"),
         ("security.keys=/nowhere", "/nowhere/rollout.key_secret"),
     ],
-    ids=["env", "filter", "reward", "model", "keys"],
 )
-def test_unusable_names_are_reported_before_the_engine_starts(override: str, named: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    assert result.returncode == CERTAIN
-    assert named in result.stderr
-    assert "engine starts" not in result.stderr
-    assert "Traceback" not in result.stderr
-    (log,) = (tmp_path / "demo" / "logs").iterdir()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert named in lines[-1]["error"]
-    assert {line["server"] for line in lines} == {log.stem}
+async def test_unusable_names_are_refused_before_the_engine_starts(
+    override: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "start_engine", None)
+    with pytest.raises(ConfigError, match=named):
+        await serve(load_config(DEMO, [override]), "server-1")
 
 
-def test_server_hides_secrets_from_what_it_runs(tmp_path: Path) -> None:
-    """Its own processes have a folder for temporary files, too."""
+def test_unusable_model_is_reported_and_secrets_are_hidden(tmp_path: Path) -> None:
+    """What the server runs sees no secrets of others, and has a folder of its own for temporary files."""
     (tmp_path / "spies.py").write_text(
         "import json, os, subprocess, sys\n"
         "from slipstream.env.builtin.digits import Digits\n"
@@ -78,7 +72,13 @@ def test_server_hides_secrets_from_what_it_runs(tmp_path: Path) -> None:
     temporary.mkdir()
     environment = {**os.environ, **secrets, "PYTHONPATH": folders, "TMPDIR": str(temporary)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
-    assert "/nowhere" in done.stderr
+    assert done.returncode == CERTAIN
+    assert "model.path=/nowhere" in done.stderr
+    assert not [word for word in ("engine starts", "Traceback") if word in done.stderr]
+    (log,) = (tmp_path / "demo" / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert "model.path=/nowhere" in lines[-1]["error"]
+    assert {line["server"] for line in lines} == {log.stem}
     for name in ("env", "reward"):
         folder, *variables = json.loads((tmp_path / f"{name}.json").read_text())
         assert secrets.keys() & set(variables) == {"JUDGES_KEY"}
@@ -198,3 +198,31 @@ def test_every_engine_of_a_run_has_its_own_seed() -> None:
     seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(2**62, name), 100)]
     assert len(set(seeds)) == 200
     assert all(0 <= seed < 2**32 for seed in seeds), "numpy's range"
+
+
+# --- the code of plug-ins in a server's hello -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "modules"),
+    [
+        ({}, []),
+        ({"rewards": [{"name": "style", "function": "code_a:style"}]}, ["code_a"]),
+        ({"rewards": [{"name": "code_a:style"}, {"name": "code_a:other"}]}, ["code_a"]),
+        ({"eval": {"reward": "code_a:style"}}, ["code_a"]),
+        ({"env": {"name": "code_a:Env", "tools": [{"name": "code_b:look"}]}}, ["code_a", "code_b"]),
+        ({"env": {"name": "mix", "options": {"envs": [{"name": "code_a:Env"}, {"name": "digits"}]}}}, ["code_a"]),
+        ({"rewards": [{"name": "by_source", "options": {"rewards": {"gsm8k": "code_b:x"}}}]}, ["code_b"]),
+        ({"rewards": [{"name": "judge", "options": {"url": "http://judge:80", "model": "no_such:x"}}]}, []),
+    ],
+)
+def test_hello_has_the_code_of_own_plugins(
+    settings: dict[str, Any], modules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("code_a", "code_b"):
+        (tmp_path / f"{name}.py").write_text("def style(answer, reference, info):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
+    found = plugin_code(config.env, (*config.rewards, *config.evaluated))
+    assert list(found) == [f"code of {module}" for module in modules]
+    assert all(found.values())

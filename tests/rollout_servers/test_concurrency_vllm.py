@@ -17,6 +17,7 @@ GROUPS = 80
 DEADLINE_S = 100.0
 
 
+@pytest.mark.soak  # the limiter alone is tested in test_tickets
 # vLLM and what it imports warn of their own futures.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 async def test_a_limit_reduces_preemptions_of_vllm(model: Path) -> None:

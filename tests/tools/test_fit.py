@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ GB = 1e9
 TWO_GPUS_EACH = "rollout.engine.options.tensor_parallel_size=2"
 
 
+@cache
 def report_of(model: str, *overrides: str, gpus: int, gpu_memory: float = 80 * GB) -> FitReport:
     config = load_config(ANSWERS_32K, [f"model.path={SHAPES / model}", *overrides])
     return fit(config, gpus=gpus, gpu_bytes=gpu_memory)

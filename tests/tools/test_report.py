@@ -13,7 +13,8 @@ from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, hold_run_lock
 from slipstream.tools.follow import JsonLinesFollower, Record
 from slipstream.tools.report import below, draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
-from tests.tools.run_command import demo_config, slipstream
+from tests.tools.conftest import CommandLine
+from tests.tools.run_command import demo_config
 
 
 def step(number: int, version: int | None = None, **fields: float) -> Record:
@@ -27,7 +28,7 @@ def evaluation(version: int, score: float, **fields: int) -> Record:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_summary_of_a_finished_run_is_printed_and_drawn(tmp_path: Path) -> None:
+def test_summary_of_a_finished_run_is_printed_and_drawn(cli: CommandLine, tmp_path: Path) -> None:
     groups = {
         "issued": 1640, "trained": 60, "filtered": 1484, "expired": 32,
         "reasons": {"filtered:reward_error": 1400, "filtered:dynamic_sampling": 84, "expired:run_finished": 32},
@@ -38,58 +39,57 @@ def test_summary_of_a_finished_run_is_printed_and_drawn(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
-    done = slipstream("summary", ".", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
+    assert cli("summary", ".", folder=tmp_path) == 0, cli.err
+    rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", cli.out, re.MULTILINE))
     assert (rows["steps"], rows["to a score of 0.9"], rows["evaluation"]) == ("2 (policy version -)", "-", "-")
     assert rows["reward"] == "0.100 → 0.987"
     assert re.findall(r"[\d.]+%|\d\.\d+", rows["of all tasks"]) == ["25%", "0.234"]
-    text = " ".join(done.stdout.replace("│", " ").split())
+    text = " ".join(cli.out.replace("│", " ").split())
     assert "1,640 issued, 60 trained" in text
     assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in text
     assert (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.parametrize("columns", ["10", "40"])
-def test_narrow_terminal_shows_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_narrow_terminal_shows_every_figure(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     figures = {"staleness_mean": 0.99, "engine_mismatch_abs": 3.8e-8, "engine_mismatch_kl": 3.8e-13}
     (tmp_path / "summary.json").write_text(json.dumps(figures))
-    done = slipstream("summary", ".", folder=tmp_path)
+    assert cli("summary", ".", folder=tmp_path) == 0
     for part in ("mean |Δ log-prob| 3.8e-08, KL", "3.8e-13", "mean 0.99, max - versions"):
-        assert part in done.stdout
-    assert "…" not in done.stdout
+        assert part in cli.out
+    assert "…" not in cli.out
 
 
 @pytest.mark.parametrize("by", [UP, LEARNER])
-def test_running_or_absent_run_has_no_summary(tmp_path: Path, by: str) -> None:
+def test_running_or_absent_run_has_no_summary(cli: CommandLine, tmp_path: Path, by: str) -> None:
     folder = demo_config(tmp_path).paths
     folder.root.mkdir(parents=True)
     folder.config.write_text("{}")
     with hold_run_lock(folder, by=by):
-        done = slipstream("summary", folder.root, folder=tmp_path)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+        assert cli("summary", folder.root) == 1
+    (line,) = cli.err.splitlines()
     assert str(folder.summary) in line
-    done = slipstream("summary", tmp_path / "absent", folder=tmp_path)
-    assert done.returncode == 2
-    assert str(tmp_path / "absent") in done.stderr
+    assert cli("summary", tmp_path / "absent") == 2
+    assert str(tmp_path / "absent") in cli.err
 
 
-def test_unfinished_run_is_refused_with_the_command_to_continue(tmp_path: Path) -> None:
+def test_unfinished_run_is_refused_with_the_command_to_continue(cli: CommandLine, tmp_path: Path) -> None:
     folder = demo_config(tmp_path).paths
     create_run_folder(folder, demo_config(tmp_path, "run.dir=runs"))
     folder.summary.write_text('{"steps": 12')  # as a crash leaves it
     (tmp_path / "elsewhere").mkdir()
     for named, where in (("../runs/demo", tmp_path / "elsewhere"), (".", folder.root)):
-        done = slipstream("summary", named, folder=where)
-        assert done.returncode == 1
-        assert f"`slipstream up {Path(named) / 'config.yaml'} run.dir={tmp_path / 'runs'}`" in done.stderr
+        assert cli("summary", named, folder=where) == 1
+        assert f"`slipstream up {Path(named) / 'config.yaml'} run.dir={tmp_path / 'runs'}`" in cli.err
     for words in (["summary", "demo"], ["summary"]):  # by name, and the latest
-        assert "runs/demo/summary.json" in slipstream(*words, folder=tmp_path).stderr
+        cli(*words, folder=tmp_path)
+        assert "runs/demo/summary.json" in cli.err
     folder.root.rename(tmp_path / "runs" / "demo.1")
-    done = slipstream("summary", ".", folder=tmp_path / "runs" / "demo.1")
-    assert done.stderr.endswith(" demo\n")
+    cli("summary", ".", folder=tmp_path / "runs" / "demo.1")
+    assert cli.err.endswith(" demo\n")
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -53,14 +53,10 @@ def _listed(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> lis
 @pytest.mark.parametrize(
     ("options", "rewards"),
     [
-        ([], [3.0]),
-        (["--step", "1"], [1.0, 0.0]),
-        (["--step", "3", "--worst"], [0.0, 1.0]),
-        (["--worst"], [0.0, 1.0, 3.0]),
-        (["--best", "--most", "2"], [3.0, 1.0]),
-        (["--eval"], [0.5]),
+        ([], [3.0]), (["--step", "1"], [1.0, 0.0]), (["--step", "3", "--worst"], [0.0, 1.0]),
+        (["--worst"], [0.0, 1.0, 3.0]), (["--best", "--most", "2"], [3.0, 1.0]), (["--eval"], [0.5]),
     ],
-)
+)  # fmt: skip
 def test_samples_are_selected_by_step_and_reward(
     run: Path, options: list[str], rewards: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

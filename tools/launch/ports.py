@@ -12,17 +12,18 @@ from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.network import is_local_address, is_loopback
+from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.run import PORT_COUNT
-from slipstream.configs.schema.weights import TRANSPORTS
+from slipstream.configs.schema.weights import TRANSPORTS, WeightsConfig
 
 FIRST, LAST = 20_000, 32_000
 """Range of the chosen ports, below the kernel's for outgoing connections, which could take one before it is used."""
 ATTEMPTS = 100
 
 
-def is_confined(config: RunConfig) -> bool:
+def is_confined(buffer: BufferConfig, weights: WeightsConfig) -> bool:
     """True if only processes of this machine can reach the run's: then they need no port that is known beforehand."""
-    return is_local_address(config.buffer.bind) and is_loopback(config.weights.bind)
+    return is_local_address(buffer.bind) and is_loopback(weights.bind)
 
 
 def choose_port_base(folder: RunPaths) -> int:
@@ -54,11 +55,11 @@ def _earlier_base(file: Path) -> list[int]:
     return [] if base is None else [base]
 
 
-def port_problems(config: RunConfig) -> list[str]:
-    """One message for each address that a process of the run on this machine could not listen on."""
+def port_problems(ports: Sequence[tuple[str, str, int]]) -> list[str]:
+    """One message for each of the `needed_ports` that a process could not listen on."""
     problems: list[str] = []
     taken: dict[int, str] = {}
-    for key, host, port in needed_ports(config):
+    for key, host, port in ports:
         if port in taken:
             problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
             continue

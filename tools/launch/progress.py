@@ -89,7 +89,8 @@ def apply_metrics(progress: Progress, record: Mapping[str, Any]) -> Progress:
     """The state after one more metrics record."""
     if record.get("kind") == "step":
         now_s = progress.elapsed_s
-        warnings = {name: each for name, each in progress.warnings.items() if now_s - each[0] < WARNING_SHOWN_S}
+        recent_s = now_s - WARNING_SHOWN_S
+        warnings = {name: warning for name, warning in progress.warnings.items() if warning[0] > recent_s}
         return replace(progress, step=_with_rate(record), step_at_s=now_s, warnings=warnings, stage="training")
     if record.get("kind") == "eval":
         return replace(progress, evaluation=record)

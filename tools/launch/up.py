@@ -19,7 +19,7 @@ from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.machine import this_machine
 from slipstream.tools.launch.placement import Placement, memory_problems, place
-from slipstream.tools.launch.ports import choose_port_base, is_confined, port_problems
+from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder
 from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint
 from slipstream.tools.launch.progress import (
@@ -70,12 +70,12 @@ def command(argv: Sequence[str]) -> int:
         )
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
-    if config.run.port_base is None and is_confined(config):
+    if config.run.port_base is None and is_confined(config.buffer, config.weights):
         ports = f"run.port_base={choose_port_base(folder)}"
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
-        *port_problems(config),
+        *port_problems(needed_ports(config)),
     ]
     if problems:
         raise ConfigError(problems)

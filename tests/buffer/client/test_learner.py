@@ -164,20 +164,6 @@ async def test_learner_of_other_run_is_refused(make_config: MakeConfig) -> None:
             await asyncio.to_thread(client.hello, 0)
 
 
-async def test_requests_of_whole_run(make_config: MakeConfig) -> None:
-    config = make_config()
-    async with serving(config), learner(config) as client:
-
-        def requests() -> list[int]:
-            answers = [
-                client.hello(0), client.published(0, evaluate=False), client.trained(0),
-                client.published(1, evaluate=False), client.checkpointed(1), client.state(), client.finish(),
-            ]  # fmt: skip
-            return [answer.version for answer in answers]
-
-        assert await asyncio.to_thread(requests) == [0, 0, 0, 1, 1, 1, 1]
-
-
 async def test_unanswered_request_is_resent(
     client: BufferClient, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,7 @@ import pytest
 from slipstream.buffer.handlers.inspection import Dropped, EvalSliceResult, Inspector
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import decode_group, encode
-from slipstream.buffer.wire.messages import (
-    EVAL,
-    MAJORITY,
-    Group,
-)
+from slipstream.buffer.wire.messages import EVAL, MAJORITY, Group
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
@@ -29,14 +25,12 @@ def run(
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "run": {"dir": folder},
-            "model": {"build": "digits"},
+            "run": {"dir": folder}, "model": {"build": "digits"},
             "rewards": [{"name": "exact_match"}, {"name": "digit_match", "weight": digit_weight}],
-            "buffer": {"filters": filters, "curriculum": curriculum},
-            "learner": {"advantage": advantage},
+            "buffer": {"filters": filters, "curriculum": curriculum}, "learner": {"advantage": advantage},
             "eval": {"samples": eval_samples},
         }
-    )
+    )  # fmt: skip
 
 
 def stored(group: Group, config: RunConfig) -> DeliveredGroup:
@@ -135,17 +129,6 @@ def test_group_without_needed_score_is_dropped(
     found = dropped(train_group("1"), run(tmp_path, *filters, digit_weight=digit_weight))
     assert found.reason == "no_score"
     assert found.facts.dropped == {"no_score": {2: 2}}
-
-
-def test_filter_uses_configured_score(tmp_path: Path) -> None:
-    right = [
-        msgspec.structs.replace(trajectory, scores={"exact_match": 1.0}) for trajectory in train_group("1").trajectories
-    ]
-    group = msgspec.structs.replace(train_group("1"), trajectories=right)
-    config = run(tmp_path, {"name": "dynamic_sampling", "score": "exact_match"})
-    stored(train_group("1"), config)
-    found = dropped(group, config)
-    assert (found.facts.outcome, found.reason) == ("solved", "dynamic_sampling")
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,11 @@ def test_possible_logprob_is_accepted(value: float) -> None:
     [
         (3, 0, 7, 8, True),
         (1, 0, 7, 8, True),  # only of the last
-        (0, 0, 0, 8, True),
-        (3, 0, 300, 301, True),
+        (0, 0, 0, 8, True), (3, 0, 300, 301, True),
         (4, 0, 7, 8, False),  # the last token is no input
-        (3, 1, 7, 8, False),
-        (3, 0, 8, 8, False),
-        (3, 0, 301, 301, False),
+        (3, 1, 7, 8, False), (3, 0, 8, 8, False), (3, 0, 301, 301, False),
     ],
-)
+)  # fmt: skip
 def test_experts_must_fit_tokens_and_layout(tokens: int, extra: int, largest: int, experts: int, valid: bool) -> None:
     layout = ExpertLayout(layers=2, per_token=2, experts=experts)
     ids = np.zeros((tokens, 2, 2), dtype=layout.dtype)
@@ -100,16 +97,10 @@ def spanning(*spans: tuple[int, int], mask: bytes) -> Group:
 @pytest.mark.parametrize(
     ("spans", "mask"),
     [
-        ([(2, 3)], b"\0\0\1\1"),
-        ([(3, 4)], b"\0\0\1\1"),
-        ([(2, 4)], b"\0\0\0\1"),
-        ([(2, 4), (3, 4)], b"\0\0\1\1"),
-        ([(3, 4), (2, 3)], b"\0\0\1\1"),
-        ([(1, 2)], b"\0\1\0\1"),
-        ([(2, 4)], b"\0\0\1\2"),
-        ([(2, 4)], b"\0\2\1\1"),
+        ([(2, 3)], b"\0\0\1\1"), ([(3, 4)], b"\0\0\1\1"), ([(2, 4)], b"\0\0\0\1"), ([(2, 4), (3, 4)], b"\0\0\1\1"),
+        ([(3, 4), (2, 3)], b"\0\0\1\1"), ([(1, 2)], b"\0\1\0\1"), ([(2, 4)], b"\0\0\1\2"), ([(2, 4)], b"\0\2\1\1"),
     ],
-)
+)  # fmt: skip
 def test_spans_must_be_those_of_the_actions(spans: list[tuple[int, int]], mask: bytes) -> None:
     with pytest.raises(InvalidGroupError) as refused:
         check("1", encode(spanning(*spans, mask=mask)))
@@ -117,8 +108,7 @@ def test_spans_must_be_those_of_the_actions(spans: list[tuple[int, int]], mask: 
 
 
 @pytest.mark.parametrize(
-    ("spans", "mask"),
-    [([(2, 3), (3, 4)], b"\0\0\1\1"), ([(1, 2), (3, 4)], b"\0\1\0\1"), ([(0, 2)], b"\1\1\0\0")],
+    ("spans", "mask"), [([(2, 3), (3, 4)], b"\0\0\1\1"), ([(1, 2), (3, 4)], b"\0\1\0\1"), ([(0, 2)], b"\1\1\0\0")]
 )
 def test_spans_of_several_turns_are_accepted(spans: list[tuple[int, int]], mask: bytes) -> None:
     check("1", encode(spanning(*spans, mask=mask)))
@@ -149,13 +139,10 @@ def test_group_without_task_is_malformed(kind: str) -> None:
 @pytest.mark.parametrize(
     ("versions", "missing", "failed", "error"),
     [
-        ((3, 3), 0, 0, "missing"),
-        ((3, 3), 1, 1, None),
-        ((3, 3), 1, 0, "missing"),
-        ((3, 3), 2, 2, "missing"),
+        ((3, 3), 0, 0, "missing"), ((3, 3), 1, 1, None), ((3, 3), 1, 0, "missing"), ((3, 3), 2, 2, "missing"),
         ((3, 4), 1, 1, r"\[3, 4\]"),
     ],
-)
+)  # fmt: skip
 def test_eval_group_is_checked(versions: tuple[int, int], missing: int, failed: int, error: str | None) -> None:
     answers = [trajectory(versions=(version,), episode=number) for number, version in enumerate(versions)]
     answers.append(trajectory(versions=versions[-1:], episode=len(versions) - 1))  # of the same episode
@@ -189,35 +176,28 @@ def _played(part: str, number: int, finish_reason: str) -> Trajectory:
     text = part.replace("|", "")
     mask = np.array([letter == "a" for letter in text], dtype="u1")
     return Trajectory(
-        token_ids=np.ones(len(text), dtype="<i4").tobytes(),
-        action_mask=mask.tobytes(),
+        token_ids=np.ones(len(text), dtype="<i4").tobytes(), action_mask=mask.tobytes(),
         behaviour_logprobs=np.zeros(len(text), dtype="<f4").tobytes(),
         spans=[VersionSpan(version=0, start=found.start(), end=found.end()) for found in re.finditer("a+", text)],
-        reward=1.0,
-        scores={},
-        finish_reason=finish_reason,
-        episode=number,
+        reward=1.0, scores={}, finish_reason=finish_reason, episode=number,
         rewards=[RewardSpan(end=end, value=0.0) for end in ends],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        (["ppaaaa"], None),
-        (["ppaaaaa"], "answer_too_long"),
-        (["pppppppaaa"], None),
+        (["ppaaaa"], None), (["ppaaaaa"], "answer_too_long"), (["pppppppaaa"], None),
         (["ppppppppaaa"], "context_too_long"),
         (["paa|oaa|oa"], "answer_too_long"),  # observations count
         (["paa|oaa|a"], None),
         (["paaa|aaa|"], None),  # an empty observation between two answers
         (["paaaaaa"], "answer_too_long"),
         (["paaa", "pppppaaa"], None),  # the template has rewritten the context, which does not count again
-        (["paaa", "pppppaaaa"], "answer_too_long"),
-        (["paaa", "ppppppppaaa"], "context_too_long"),
+        (["paaa", "pppppaaaa"], "answer_too_long"), (["paaa", "ppppppppaaa"], "context_too_long"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_lengths_of_answers_episodes_and_contexts_are_bounded(parts: list[str], reason: str | None) -> None:
     group = msgspec.structs.replace(train_group("1"), trajectories=[*episode(*parts), *episode("pa", number=1)])
     assert refusal(group) == reason
@@ -244,16 +224,10 @@ def test_lost_episode_has_at_most_the_tokens_of_an_episode() -> None:
 @pytest.mark.parametrize(
     ("group_id", "change"),
     [
-        ("1", {"kind": EVAL}),
-        ("1", {"kind": "other"}),
-        ("1", {"indices": [0, 1]}),
-        ("e3-7", {"kind": TRAIN}),
-        ("e3-7", {"indices": [6, 7]}),
-        ("e3-7", {"indices": [7, 9]}),
-        ("e3-7", {"epoch": 1}),
-        ("e4-7", {}),
+        ("1", {"kind": EVAL}), ("1", {"kind": "other"}), ("1", {"indices": [0, 1]}), ("e3-7", {"kind": TRAIN}),
+        ("e3-7", {"indices": [6, 7]}), ("e3-7", {"indices": [7, 9]}), ("e3-7", {"epoch": 1}), ("e4-7", {}),
     ],
-)
+)  # fmt: skip
 def test_group_of_another_ticket_is_refused(group_id: str, change: Mapping[str, Any]) -> None:
     group = train_group(group_id, versions=(3,), index=7)
     if group_id != "1":
@@ -275,13 +249,11 @@ def test_absurd_reward_is_refused(field: str, value: float) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"finish_reason": "x" * 65},
-        {"scores": {"x" * 1025: 1.0}},
-        {"scores": {str(number): 1.0 for number in range(1025)}},
-        {"images": ["x" * 65]},
+        {"finish_reason": "x" * 65}, {"scores": {"x" * 1025: 1.0}},
+        {"scores": {str(number): 1.0 for number in range(1025)}}, {"images": ["x" * 65]},
     ],
     ids=["finish reason", "name of a score", "scores", "image"],
-)
+)  # fmt: skip
 def test_texts_and_counts_are_bounded(change: Mapping[str, Any]) -> None:
     first, last = train_group("1").trajectories
     group = msgspec.structs.replace(train_group("1"), trajectories=[first, msgspec.structs.replace(last, **change)])

@@ -6,7 +6,7 @@ import pytest
 import structlog
 import zmq.asyncio
 
-from slipstream.buffer.handlers.peers import Sender
+from slipstream.buffer.handlers.peers import ReplySender
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router
 from tests.conftest import free_port
@@ -18,15 +18,15 @@ def gone() -> list[bytes]:
 
 
 @pytest.fixture
-async def send(gone: list[bytes], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sender]:
+async def send(gone: list[bytes], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplySender]:
     """Sends through a socket without peers; logs once."""
     monkeypatch.setattr("slipstream.buffer.handlers.peers.LOG_EVERY_S", 3600.0)
     context = zmq.asyncio.Context()
-    yield Sender(bind_router(context, f"tcp://127.0.0.1:{free_port()}", max_message_bytes=1000), gone.append)
+    yield ReplySender(bind_router(context, f"tcp://127.0.0.1:{free_port()}", max_message_bytes=1000), gone.append)
     context.destroy(linger=0)
 
 
-async def test_only_named_lost_peers_are_logged(send: Sender, gone: list[bytes]) -> None:
+async def test_only_named_lost_peers_are_logged(send: ReplySender, gone: list[bytes]) -> None:
     with structlog.testing.capture_logs() as logs:
         for peer in (b"\0k\x8bEh", b"rollout-1"):
             await send(peer, m.UnknownPeer())
@@ -34,7 +34,7 @@ async def test_only_named_lost_peers_are_logged(send: Sender, gone: list[bytes])
     assert [line["peer"] for line in logs] == ["rollout-1"]
 
 
-async def test_unsent_replies_are_counted_and_logged_at_intervals(send: Sender) -> None:
+async def test_unsent_replies_are_counted_and_logged_at_intervals(send: ReplySender) -> None:
     with structlog.testing.capture_logs() as logs:
         for _ in range(240):
             await send(b"rollout-1", m.UnknownPeer())

@@ -1,12 +1,10 @@
 """Rollout servers that die, restart or lose messages: their tasks are issued again, once."""
 
 import asyncio
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
-import structlog
 from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
@@ -14,12 +12,11 @@ from slipstream.buffer.handlers import fleet as fleet_module
 from slipstream.buffer.handlers.rollout import MALFORMED_RETRIES
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import Outage, run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.types import SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.ledger import issue
@@ -62,22 +59,6 @@ async def test_tickets_of_silent_server_are_reissued(make_config: MakeConfig) ->
         assert await dead.deliver(answered(lost[0])) == {lost[0].id: "void"}
         assert await alive.deliver(answered(again[0])) == {again[0].id: "ready"}
         assert await service.ledger.verify() == []
-
-
-async def test_silent_server_without_ticket_is_logged(make_config: MakeConfig) -> None:
-    config = with_server_deadline(make_config(), 0.2)
-    with structlog.testing.capture_logs() as logs:
-        async with serving(config), connected(config, "idle") as idle:
-            await idle.join()
-            await until_logged(logs, "deadlines passed")
-    assert [line["silent_servers"] for line in logs if line["event"] == "deadlines passed"] == [["idle"]]
-
-
-async def until_logged(logs: list[MutableMapping[str, Any]], event: str) -> None:
-    async def is_logged() -> bool:
-        return event in [line["event"] for line in logs]
-
-    await until(is_logged)
 
 
 async def test_restarted_service_grants_servers_a_deadline(
@@ -271,14 +252,6 @@ async def test_failed_slice_is_reissued(server: Peer, service: BufferService, ma
     assert again.indices == first.indices
 
 
-async def test_changed_seed_is_refused(server: Peer, config: RunConfig, service: BufferService) -> None:
-    await server.join()
-    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7})})
-    clash = BufferService(other, service.ledger, service.socket, Outage(other.redis))
-    with pytest.raises(ConfigError, match=r"run\.seed.*7.*0"):
-        await clash.run()
-
-
 async def test_filtered_group_is_counted(make_config: MakeConfig) -> None:
     config = make_config(filters=[{"name": "dynamic_sampling"}])
     async with serving(config) as service, connected(config) as server:
@@ -295,36 +268,3 @@ async def test_filtered_group_is_counted(make_config: MakeConfig) -> None:
         assert counts.answers_dropped == {"dynamic_sampling": 2}
         assert (await service.ledger.snapshot()).tasks == {"solved": 1, "mixed": 1}
         assert await service.ledger.verify() == []
-
-
-async def test_unfinished_answers_are_counted(config: RunConfig) -> None:
-    rollout = config.rollout.model_copy(update={"group_size": 5, "min_episodes": 2})
-    config = config.model_copy(update={"rollout": rollout})
-    async with serving(config) as service, connected(config) as server:
-        await server.join(credits=1)
-        (ticket,) = await server.tickets()
-        group = answered(ticket)
-        group = msgspec.structs.replace(group, trajectories=group.trajectories[:2], missing=3)
-        assert await server.deliver(group) == {ticket.id: "ready"}
-        assert (await service.ledger.counts()).answers_dropped == {"unfinished": 3}
-        assert await service.ledger.length_bias(["unfinished"]) == {}
-
-
-async def test_filtration_stores_drawn_answers(make_config: MakeConfig) -> None:
-    grouped = make_config().model_dump()
-    config = RunConfig.model_validate(
-        grouped
-        | {
-            "learner": {"groups_per_step": 4, "advantage": "reinforce_plus_plus"},
-            "buffer": grouped["buffer"] | {"filters": [{"name": "pf_ppo", "strategy": "best_of_n", "keep": 4}]},
-        }
-    )
-    async with serving(config) as service, connected(config) as server:
-        await server.join(credits=1)
-        (ticket,) = await server.tickets()
-        await server.credits(0, held=[ticket.id])
-        assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
-        lease = await service.ledger.lease(0, consuming_version=0, count=4)
-        assert lease is None
-        assert (await service.ledger.counts()).answers_dropped == {"pf_ppo": 1}
-        assert await service.ledger.length_bias(["pf_ppo"]) == {"pf_ppo": 0.0}

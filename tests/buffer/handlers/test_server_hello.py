@@ -30,15 +30,11 @@ async def test_server_of_other_run_is_refused(server: Peer, config: RunConfig) -
 @pytest.mark.parametrize(
     ("field", "value", "set_by"),
     [
-        ("env", "rows", "env.name"),
-        ("env_fingerprint", "e2", "env.options"),
-        ("train_tasks", 11, "env.options"),
-        ("eval_tasks", 99, "env.options"),
-        ("tokenizer_fingerprint", "t2", "model.path"),
-        ("vocab_size", 33, "model.path"),
-        ("model_fingerprint", "m2", "model.revision"),
+        ("env", "rows", "env.name"), ("env_fingerprint", "e2", "env.options"), ("train_tasks", 11, "env.options"),
+        ("eval_tasks", 99, "env.options"), ("tokenizer_fingerprint", "t2", "model.path"),
+        ("vocab_size", 33, "model.path"), ("model_fingerprint", "m2", "model.revision"),
     ],
-)
+)  # fmt: skip
 async def test_differing_server_is_refused(
     server: Peer, config: RunConfig, field: str, value: str | int, set_by: str
 ) -> None:

@@ -1,12 +1,9 @@
 """The curriculum: places that a grant looks at, and those of them that it skips."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from slipstream.buffer.policies.curriculum import MOST_PLACES, Place, skipped, upcoming
-from slipstream.buffer.policies.sampling import task_order
 from slipstream.configs.schema.buffer import CurriculumConfig
 
 TASKS = 10_000
@@ -62,34 +59,3 @@ def test_draws_depend_on_seed_epoch_and_position_only() -> None:
     assert skip(streaks, seed=3, epoch=1) == first
     assert skip([2 if position in first else 0 for position in range(100)], seed=3, epoch=1) == first
     assert skip(streaks, seed=3, epoch=2) != first != skip(streaks, seed=4, epoch=1)
-
-
-def medium_shares(chosen: CurriculumConfig, *, epochs: int, tasks: int = 300, group_size: int = 8) -> list[float]:
-    """Share of medium tasks among the tickets of each epoch: a third each of easy, medium and hard ones."""
-    rng = np.random.default_rng(0)
-    streaks = [0] * tasks
-    cursor, seen = 0, [Counter[int]() for _ in range(epochs)]
-    while cursor < epochs * tasks:
-        places = upcoming(divmod(cursor, tasks), tickets=10, train_tasks=tasks, curriculum=chosen)
-        indices = [int(task_order(tasks, seed=0, epoch=epoch)[position]) for epoch, position in places]
-        skip = skipped(places, [streaks[index] for index in indices], train_tasks=tasks, seed=0, curriculum=chosen)
-        granted = 0
-        while granted < 10 and cursor < epochs * tasks:
-            epoch, position = divmod(cursor, tasks)
-            cursor += 1
-            if (epoch, position) in skip:
-                continue
-            granted += 1
-            index = int(task_order(tasks, seed=0, epoch=epoch)[position])
-            right = rng.binomial(group_size, [0.999, 0.5, 0.001][index % 3])
-            sign = {group_size: 1, 0: -1}.get(right, 0)
-            streaks[index] = streaks[index] + sign if streaks[index] * sign > 0 else sign
-            seen[epoch][index % 3] += 1
-    return [counts[1] / counts.total() for counts in seen]
-
-
-def test_share_of_medium_tasks_rises() -> None:
-    shares = medium_shares(curriculum(issue_probability=0.1), epochs=6)
-    assert shares[:2] == pytest.approx([1 / 3, 1 / 3])
-    # 100 medium tasks, a tenth of 200 others, and those whose streak was broken by chance.
-    assert min(shares[2:]) > 0.75

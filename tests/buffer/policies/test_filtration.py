@@ -23,14 +23,12 @@ REWARDS = [0.2, 0.8, 0.1, -0.5]
 @pytest.mark.parametrize(
     ("strategy", "rewards", "exponent", "expected"),
     [
-        ("best_of_n", REWARDS, 1.0, [0, 1, 0, 0]),
-        ("best_random", REWARDS, 1.0, [1 / 6, 1 / 2, 1 / 6, 1 / 6]),
+        ("best_of_n", REWARDS, 1.0, [0, 1, 0, 0]), ("best_random", REWARDS, 1.0, [1 / 6, 1 / 2, 1 / 6, 1 / 6]),
         ("best_worst", REWARDS, 1.0, [0, 1 / 2, 0, 1 / 2]),
-        ("pow", REWARDS, 1.0, [0.2 / 1.6, 0.8 / 1.6, 0.1 / 1.6, 0.5 / 1.6]),
-        ("pow", [1, 3], 2.0, [0.1, 0.9]),
+        ("pow", REWARDS, 1.0, [0.2 / 1.6, 0.8 / 1.6, 0.1 / 1.6, 0.5 / 1.6]), ("pow", [1, 3], 2.0, [0.1, 0.9]),
         ("pow", [0, 0, 0, 0], 2.0, [0.25] * 4),
     ],
-)
+)  # fmt: skip
 def test_weights_match_paper(strategy: Strategy, rewards: list[float], exponent: float, expected: list[float]) -> None:
     assert rank_weights(rewards, strategy=strategy, exponent=exponent) == pytest.approx(expected)
 
@@ -38,11 +36,6 @@ def test_weights_match_paper(strategy: Strategy, rewards: list[float], exponent:
 def test_ties_rank_by_index() -> None:
     assert rank_weights([0, 1, 1, 0], strategy="best_worst", exponent=1.0).tolist() == [0, 0.5, 0, 0.5]
     assert rank_weights([1, 1, 1], strategy="best_of_n", exponent=1.0).tolist() == [1, 0, 0]
-
-
-@given(reward=finite, strategy=strategies)
-def test_single_answer_is_always_drawn(reward: float, strategy: Strategy) -> None:
-    assert rank_weights([reward], strategy=strategy, exponent=2.0).tolist() == [1.0]
 
 
 @given(rewards=reward_lists, strategy=strategies, exponent=st.floats(0.1, 5))
@@ -85,11 +78,6 @@ def test_draws_are_reproducible() -> None:
     assert list(first) == sorted(first)
 
 
-def test_r_squared_of_line_and_of_noise() -> None:
-    assert r_squared([1, 2, 4], [-2, -4, -8]) == pytest.approx(1.0)
-    assert r_squared([-1, 0, 1], [1, 0, 1]) == pytest.approx(0.0)
-
-
 @given(rewards=st.lists(st.integers(-50, 50), min_size=3, max_size=20), data=st.data())
 def test_r_squared_matches_least_squares(rewards: list[int], data: st.DataObject) -> None:
     size = len(rewards)
@@ -126,37 +114,6 @@ def test_unequal_lengths_are_refused() -> None:
         strategy_fit([([1.0, 2.0], [1.0])], strategy=None)
 
 
-def reliable_at_the_ends(groups: int, answers: int = 8) -> list[tuple[list[float], list[float]]]:
-    """Rewards that match the true score at both ends of their range and are random between (the paper's figure 1)."""
-    rng = np.random.default_rng(3)
-    made = []
-    for _ in range(groups):
-        rewards = rng.uniform(-1, 1, answers)
-        truth = np.where(np.abs(rewards) > 0.6, np.sign(rewards), rng.choice([-1.0, 1.0], answers))
-        made.append((rewards.tolist(), truth.tolist()))
-    return made
-
-
-@pytest.mark.parametrize("bins", [20, None])
-def test_strategies_rank_as_in_paper(bins: int | None) -> None:
-    groups = reliable_at_the_ends(400)
-    fits = [strategy_fit(groups, strategy=s, bins=bins) for s in ("best_worst", "best_random", None)]
-    assert fits == sorted(fits, reverse=True)
-    assert len({*fits}) == 3
-    assert strategy_fit(groups, strategy="best_of_n") < strategy_fit(groups, strategy=None)
-
-
-def test_weighted_fit_is_limit_of_draws() -> None:
-    groups = reliable_at_the_ends(200)
-    rng = np.random.default_rng(11)
-    drawn = []
-    for rewards, truth in groups:
-        indices = filtrate(rewards, strategy="best_random", exponent=1.0, keep=400, rng=rng)
-        drawn.append(([rewards[index] for index in indices], [truth[index] for index in indices]))
-    weighted = strategy_fit(groups, strategy="best_random", bins=None)
-    assert weighted == pytest.approx(strategy_fit(drawn, strategy=None, bins=None), abs=0.01)
-
-
 def test_fit_uses_bin_averages() -> None:
     noisy = [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [-1.0, 1.0, 0.0, 2.0, 1.0, 3.0])]
     assert strategy_fit(noisy, strategy=None, bins=3) == pytest.approx(1.0)
@@ -178,9 +135,3 @@ def test_fit_of_two_points_is_nan() -> None:
     assert math.isnan(strategy_fit([([0, 1, 0, 1], [0, 1, 0, 0])], strategy=None))
     assert math.isnan(strategy_fit([([0, 1, 2], [0, 5, 1])], strategy="best_worst", bins=None))
     assert math.isnan(strategy_fit([], strategy=None))
-
-
-def test_fit_of_constant_scores_is_nan() -> None:
-    rng = np.random.default_rng(0)
-    groups = [(rng.normal(size=8).tolist(), [0.3] * 8) for _ in range(50)]
-    assert math.isnan(strategy_fit(groups, strategy="best_random"))

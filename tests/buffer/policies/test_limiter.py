@@ -84,32 +84,8 @@ class Buffer:
         return not self.can_lease() and not self.can_insert()
 
 
-def test_default_limiter_has_no_bounds() -> None:
-    made = bounds(LimiterConfig())
-    assert may_lease(made, arrived=0, inserts=0, samples=10**9, count=10**9)
-    assert may_insert(made, inserts=10**9, samples=0, count=10**9)
-
-
-def test_min_ready_delays_only_first_lease() -> None:
-    made = bounds(LimiterConfig(min_ready=3))
-    assert not may_lease(made, arrived=2, inserts=2, samples=0, count=1)
-    assert may_lease(made, arrived=3, inserts=3, samples=0, count=1)
-    assert may_lease(made, arrived=10, inserts=1, samples=10**9, count=10**9)
-    assert may_insert(made, inserts=10**9, samples=0, count=10**9)
-
-
 def test_bounds_match_reverb() -> None:
     assert limits(2.0, 3.0, min_ready=5) == Bounds(min_diff=7.0, max_diff=13.0, samples_per_insert=2.0, min_ready=5)
-
-
-def test_leases_and_inserts_stop_at_bounds() -> None:
-    made = limits(1.0, 4.0)
-    assert may_lease(made, arrived=4, inserts=4, samples=4, count=4)
-    assert not may_lease(made, arrived=4, inserts=4, samples=5, count=4)
-    assert may_lease(made, arrived=4, inserts=4, samples=5, count=4, coming=False)
-    assert may_insert(made, inserts=3, samples=0, count=1)
-    assert not may_insert(made, inserts=4, samples=0, count=1)
-    assert not may_insert(made, inserts=3, samples=0, count=2)
 
 
 @given(ratio=ratios, step=steps, min_ready=least, spare=st.floats(0, 3), data=st.data())

@@ -18,17 +18,12 @@ def server(held: int = 0, *, limit: int = 100, room: int = 8) -> Candidate:
 @pytest.mark.parametrize(
     ("servers", "shares"),
     [
-        ([server()] * 4, [2, 2, 2, 2]),
-        ([server()] * 3, [3, 3, 2]),
-        ([server()] * 16, [1] * 8 + [0] * 8),
-        ([server(5), server(0), server(9)], [2, 6, 0]),
-        ([server(0, limit=1), server()], [1, 7]),
-        ([server(0, limit=2), server(0, limit=3)], [2, 3]),
-        ([server(room=0), server(room=3), server()], [0, 2, 6]),
-        ([server(7, limit=3)], [0]),
-        ([], []),
+        ([server()] * 4, [2, 2, 2, 2]), ([server()] * 3, [3, 3, 2]), ([server()] * 16, [1] * 8 + [0] * 8),
+        ([server(5), server(0), server(9)], [2, 6, 0]), ([server(0, limit=1), server()], [1, 7]),
+        ([server(0, limit=2), server(0, limit=3)], [2, 3]), ([server(room=0), server(room=3), server()], [0, 2, 6]),
+        ([server(7, limit=3)], [0]), ([], []),
     ],
-)
+)  # fmt: skip
 def test_room_is_shared_by_water_filling(servers: list[Candidate], shares: list[int]) -> None:
     assert share_room(servers) == shares
 

@@ -9,10 +9,10 @@ from redis.exceptions import ResponseError
 
 from slipstream.buffer.store.evaluations import EVAL_RETRIES, MOST_EVAL_TASKS
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import group_key, run_prefix
+from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from slipstream.buffer.wire import messages as m
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, heartbeat, issue, ledger, ruled, states
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, heartbeat, ledger, ruled, states
 
 ALL = 10**6
 """A share that no evaluation exceeds."""
@@ -33,13 +33,7 @@ async def report(store: Ledger) -> m.EvalReport:
 
 
 async def evaluate(
-    store: Ledger,
-    tasks: int,
-    *,
-    server: str = "r0",
-    version: int = 3,
-    share: int = ALL,
-    deadline_s: float = LATER_S,
+    store: Ledger, tasks: int, *, server: str = "r0", version: int = 3, share: int = ALL, deadline_s: float = LATER_S
 ) -> tuple[int, list[EvalSlice]]:
     """Ranges left and slices issued to a server, of that many held-out tasks."""
     store = ruled(store, ticket_deadline_s=deadline_s)
@@ -129,14 +123,6 @@ async def test_expired_slice_is_reissued(store: Ledger) -> None:
     assert (await store.sweep(silent_s=None)).slices == 0
 
 
-async def test_failed_slice_is_reissued(store: Ledger) -> None:
-    _, (bad, _) = await evaluate(store, 2 * MOST_EVAL_TASKS)
-    assert await fail(store, bad, ignored_failures=1) == "again"
-    assert await fail(store, bad, ignored_failures=1) == "filtered"
-    assert await fail(store, bad) == "void"
-    assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [EvalSlice("e3-0-2", 0, MOST_EVAL_TASKS)])
-
-
 async def test_slice_is_dropped_after_retries(store: Ledger) -> None:
     tasks = MOST_EVAL_TASKS + 5
     _, (bad, good) = await evaluate(store, tasks)
@@ -171,16 +157,6 @@ async def test_slice_of_silent_server_is_reissued(store: Ledger, redis: Redis, r
     assert (swept.silent, swept.slices) == (["gone"], 1)
     assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
-
-
-async def test_slice_of_leaving_server_is_reissued(store: Ledger) -> None:
-    assert await store.join("r0", "first") == 0
-    assert len(await issue(store, 2, server_version=3)) == 2
-    _, (left,) = await evaluate(store, 10)
-    assert await store.leave("r0", "first") == 3
-    assert await store.incarnation("r0") == ""
-    await join(store, "r1")
-    assert await evaluate(store, 10, server="r1") == (0, [EvalSlice(f"{left.id}-2", 0, 10)])
 
 
 async def test_report_after_last_slice(store: Ledger) -> None:
@@ -233,15 +209,6 @@ async def test_unrequested_answer_is_void(store: Ledger) -> None:
     assert await answer(store, work, version=4) == "void"
     assert await answer(store, EvalSlice(work.id, 0, 9)) == "void"
     assert await answer(store, work) == "evaluated"
-
-
-async def test_answers_are_kept_until_next_evaluation(store: Ledger, redis: Redis, run_name: str) -> None:
-    _, (work,) = await evaluate(store, 10)
-    await answer(store, work)
-    await store.publish(4, evaluate=False)
-    assert await redis.get(group_key(run_name, work.id)) == b"answers"
-    await store.publish(5, evaluate=True)
-    assert not await redis.exists(group_key(run_name, work.id))
 
 
 async def test_finished_evaluation_keeps_only_report(store: Ledger, redis: Redis, run_name: str) -> None:

@@ -14,7 +14,6 @@ from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
-    TRAIN_TASKS,
     counts,
     deliver,
     fail,
@@ -43,17 +42,6 @@ async def test_large_delivery_is_stored_in_batches(
     stored = await redis.mget([group_key(run_name, group_id) for group_id in ids])
     assert stored == [group(group_id).blob for group_id in ids]
     assert await store.verify() == []
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_pipeline_is_limited_by_staleness(store: Ledger, max_staleness: int) -> None:
-    allowed = (max_staleness + 1) * 4
-    ids = [task.id for task in await issue(store, 100, max_staleness=max_staleness)]
-    assert len(ids) == allowed
-    await deliver(store, ids[:3])
-    await lease(store, 0, 2)
-    assert await states(store) == {"in_flight": allowed - 3, "ready": 1, "leased": 2}
-    assert await issue(store, 100, max_staleness=max_staleness) == []
 
 
 @pytest.mark.parametrize(
@@ -135,28 +123,6 @@ async def test_streak_counts_latest_equal_outcomes(store: Ledger) -> None:
     assert await store.streaks([8, 7]) == [0, -2]
 
 
-async def test_cursor_moves_past_skipped_tasks(store: Ledger) -> None:
-    await store.identify({"train_tasks": str(TRAIN_TASKS)})
-    passed = [(0, 0), (0, 2), (0, 4), (1, 0), (9, 9)]
-    for skip, expected in ((passed, [(0, 1), (0, 3), (1, 1)]), ((), [(1, 2), (1, 3)])):
-        granted = await issue(store, len(expected), skip=skip, max_staleness=9)
-        assert [(task.epoch, task.position) for task in granted] == expected
-        await deliver(store, [task.id for task in granted])
-        assert await store.verify() == []
-    assert (await counts(store)).skipped_tasks == 4
-    assert (await store.room(["r0"], [0])).cursor == (1, 4)
-
-
-async def test_skipped_task_that_was_reissued_is_granted(store: Ledger) -> None:
-    await store.identify({"train_tasks": str(TRAIN_TASKS)})
-    await issue(store, 1, deadline_s=AT_ONCE_S)
-    await sweep(store)
-    (again,) = await issue(store, 2, skip=[(0, 0)])
-    assert (again.epoch, again.position) == (0, 0)
-    assert (await counts(store)).skipped_tasks == 0
-    assert await store.verify() == []
-
-
 async def test_redelivery_is_duplicate_in_every_state(store: Ledger, redis: Redis, run_name: str) -> None:
     (id,) = [task.id for task in await issue(store, 1)]
     first, second = group(id), replace(group(id), blob=b"other bytes")
@@ -216,25 +182,6 @@ async def test_unpublished_version_is_refused(store: Ledger, redis: Redis, run_n
     assert await ruled(store).deliver([group(first, newest_version=7)]) == ["future"]
     assert await store.deliver([group(first, newest_version=7), group(second, newest_version=6)]) == ["ready"] * 2
     assert await store.verify() == []
-
-
-async def test_failed_group_is_filtered_with_reason(store: Ledger) -> None:
-    ids = [task.id for task in await issue(store, 2)]
-    for id, reason in zip(ids, ("too_long", "reward_raised"), strict=True):
-        assert await fail(store, id, reason=reason) == "filtered"
-        assert await fail(store, id, reason=reason) == "duplicate"
-        assert await deliver(store, [id]) == ["duplicate"]
-    assert (await counts(store)).reasons == {"filtered:too_long": 1, "filtered:reward_raised": 1}
-
-
-async def test_stale_groups_are_never_leased(store: Ledger, redis: Redis, run_name: str) -> None:
-    await store.publish(3, evaluate=False)
-    stale = await ready(store, 2, oldest_version=2)
-    fresh = await ready(store, 2, oldest_version=3)
-    assert await lease(store, 0, 2, consuming_version=5, max_staleness=2) == fresh
-    assert await states(store) == {"leased": 2, "expired": 2}
-    assert (await counts(store)).reasons == {"expired:too_stale": 2}
-    assert not await redis.exists(*(group_key(run_name, id) for id in stale))
 
 
 async def test_finish_expires_tickets(store: Ledger) -> None:

@@ -27,7 +27,6 @@ from tests.buffer.ledger import (
     group,
     issue,
     lease,
-    leased,
     ledger,
     ready,
     ruled,
@@ -76,20 +75,6 @@ async def test_reused_group_gets_new_race_key(store: Ledger, raced: bool, key: f
     assert await lease(store, 0, 1) == [used]
     await ruled(store, max_uses=2).train(0)
     assert await lease(store, 1, 2) == ([waiting, used] if raced else [used, waiting])
-
-
-async def test_group_is_reused_until_stale(store: Ledger) -> None:
-    ids = await leased(store, 0, 2)
-    await ruled(store, max_uses=3).train(0)
-    assert await states(store) == {"ready": 2}
-    assert await lease(store, 1, 2) == ids
-    await ruled(store, max_uses=3).train(1)
-    assert await lease(store, 2, 2, consuming_version=2) == []
-    assert await states(store) == {"trained": 2}
-    assert (await counts(store)).uses == 4
-    assert await store.restart(1, learner="learner 7") == (2, 0)
-    assert (await counts(store)).uses == 2
-    assert await store.verify() == []
 
 
 async def test_min_ready_delays_leases(store: Ledger) -> None:

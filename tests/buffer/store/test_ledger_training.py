@@ -12,7 +12,6 @@ from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
-    counts,
     deliver,
     fail,
     heartbeat,
@@ -20,7 +19,6 @@ from tests.buffer.ledger import (
     lease,
     leased,
     ready,
-    ruled,
     states,
     sweep,
     trim,
@@ -155,17 +153,6 @@ async def test_restart_trains_leases_before_checkpoint(store: Ledger) -> None:
     assert await store.durable(2) == 4
     assert (await store.step_tally()).groups == {0: 2, 1: 2}
     assert await store.verify() == []
-
-
-async def test_restart_readies_groups_with_uses_left(store: Ledger) -> None:
-    ids = await leased(store, 0, 2)
-    assert await ruled(store, max_uses=2).restart(1, learner="another") == (0, 0)
-    assert await states(store) == {"ready": 2}
-    assert (await counts(store)).uses == 2
-    assert await lease(store, 1, 2) == ids
-    assert await store.verify() == []
-    assert await ruled(store, max_uses=2).train(1) == 2
-    assert (await store.step_tally()).groups == {0: 2, 1: 2}
 
 
 async def test_superseded_learner_can_not_restart_run(store: Ledger) -> None:

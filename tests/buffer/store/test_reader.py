@@ -26,11 +26,8 @@ async def test_groups_are_read_in_request_order(store: Ledger, reader: LedgerRea
     await deliver(store, ["2"])
     found = await reader.groups(["3", "2", "9", "1"])
     assert [each and (each.id, each.state, each.blob) for each in found] == [
-        ("3", "issued", None),
-        ("2", "ready", b"bytes of 2"),
-        None,
-        ("1", "issued", None),
-    ]
+        ("3", "issued", None), ("2", "ready", b"bytes of 2"), None, ("1", "issued", None),
+    ]  # fmt: skip
     assert await reader.latest("issued", 2) == ["3", "1"]
     assert [await reader.was_issued(group_id) for group_id in ("0", "1", "3", "4", "e0-0")] == [
         False, True, True, False, False,

@@ -54,16 +54,12 @@ def test_estimate_covers_random_tokens(tokens: int) -> None:
     rollout = RolloutConfig(group_size=2, sampling=SamplingConfig(max_tokens=tokens))
     answers = [
         m.Trajectory(
-            token_ids=rng.integers(0, 1 << 17, tokens).astype(m.TOKEN_DTYPE).tobytes(),
-            action_mask=b"\1" * tokens,
+            token_ids=rng.integers(0, 1 << 17, tokens).astype(m.TOKEN_DTYPE).tobytes(), action_mask=b"\1" * tokens,
             behaviour_logprobs=(-rng.exponential(size=tokens)).astype(m.LOGPROB_DTYPE).tobytes(),
-            spans=[m.VersionSpan(version=0, start=0, end=tokens)],
-            reward=1.0,
-            scores={"exact_match": 1.0},
-            finish_reason="stop",
-            episode=number,
+            spans=[m.VersionSpan(version=0, start=0, end=tokens)], reward=1.0, scores={"exact_match": 1.0},
+            finish_reason="stop", episode=number,
         )
         for number in range(2)
-    ]
+    ]  # fmt: skip
     group = m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=answers)
     assert len(encode_group(group)) <= 1.1 * group_bytes(rollout)

@@ -260,12 +260,9 @@ async def test_failed_write_is_not_repeated_at_once(store: Ledger, tmp_path: Pat
 
 
 KILL_POINTS = {
-    "write": "spill.write_atomically",
-    "fsync": "files.os.fsync",
-    "rename": "files.Path.rename",
-    "fsync of the folder": "files.fsync_path",
-    "script": "Scripts.call",
-}
+    "write": "spill.write_atomically", "fsync": "files.os.fsync", "rename": "files.Path.rename",
+    "fsync of the folder": "files.fsync_path", "script": "Scripts.call",
+}  # fmt: skip
 """What the killed process reaches last."""
 SPILL_UNTIL_KILLED = """
 import asyncio, os, signal, sys

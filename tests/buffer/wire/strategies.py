@@ -15,6 +15,8 @@ MESSAGES: list[type[m.Message]] = sorted(
 )  # fmt: skip
 
 Kind = msgspec.inspect.Type
+CHARACTERS = 'a1 \0\n"\u00e4\u20ac\uffff\U0001f600'
+"""Of one to four bytes; drawing from all would first build tables for ten seconds."""
 
 
 def message(kind: type[m.Message]) -> st.SearchStrategy[Any]:
@@ -38,7 +40,7 @@ def _value(kind: Kind) -> st.SearchStrategy[Any]:  # noqa: PLR0911  (one line fo
         case msgspec.inspect.FloatType():
             return st.floats(kind.ge, kind.le, allow_nan=False)
         case msgspec.inspect.StrType():
-            return st.text(min_size=kind.min_length or 0, max_size=20)
+            return st.text(CHARACTERS, min_size=kind.min_length or 0, max_size=20)
         case msgspec.inspect.BytesType():
             return st.binary(max_size=40)
         case msgspec.inspect.BoolType():

@@ -24,13 +24,10 @@ from slipstream.buffer.wire.codec import (
     token_ids,
     version_range,
 )
-from slipstream.buffer.wire.weights import protocol as w
 from tests.buffer.groups import train_group, trajectory
 from tests.buffer.wire.golden import EXAMPLES, stored_frames
 from tests.buffer.wire.strategies import MESSAGES, message
 from tests.faults.frames import OUT_OF_BOUNDS
-
-KINDS = (m.ToService, m.ToServer, m.ToLearner, m.Group, w.FromServer, w.FromLearner)
 
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -65,14 +62,6 @@ def test_golden_frame(name: str) -> None:
 
 
 # --- named fields --------------------------------------------------------------------------------------------------
-
-
-@each_example
-def test_frame_has_type_version_and_fields(name: str) -> None:
-    example = EXAMPLES[name][1]
-    fields = fields_of(name)
-    assert list(fields) == ["type", *example.__struct_fields__]
-    assert (fields["type"], fields["v"]) == (type(example).__name__, m.SCHEMA_VERSION)
 
 
 @each_example
@@ -138,13 +127,6 @@ def test_message_of_other_direction_is_an_error() -> None:
 
 
 @settings(max_examples=300)
-@given(frame=st.binary(max_size=200), kind=st.sampled_from(KINDS))
-def test_random_bytes_are_an_error(frame: bytes, kind: Any) -> None:
-    with pytest.raises(FrameError):
-        decode(frame, kind)
-
-
-@settings(max_examples=500)
 @given(data=st.data())
 def test_damaged_frames_raise_only_frame_error(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(EXAMPLES)))
@@ -204,23 +186,19 @@ def changed(**fields: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed(token_ids=b"\0" * 12), "different lengths"),
-        (changed(token_ids=b"\0" * 15), "different lengths"),
+        (changed(token_ids=b"\0" * 12), "different lengths"), (changed(token_ids=b"\0" * 15), "different lengths"),
         (changed(behaviour_logprobs=b"\0" * 20), "different lengths"),
         (changed(action_mask=b"\0\0\1\1\1"), "different lengths"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span"),
-        (changed(reward=float("nan")), "reward"),
-        (changed(reward=float("-inf")), "reward"),
-        (changed(reward=1.1e8), "reward"),
-        (changed(scores={"unweighted": float("inf")}), "unweighted"),
+        (changed(reward=float("nan")), "reward"), (changed(reward=float("-inf")), "reward"),
+        (changed(reward=1.1e8), "reward"), (changed(scores={"unweighted": float("inf")}), "unweighted"),
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
-        (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"),
-        (changed(episode=0), "scores"),
+        (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"), (changed(episode=0), "scores"),
         (changed(images=["aa"]), "image aa"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
     good = train_group("17")
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
@@ -248,15 +226,12 @@ def test_long_group_is_compressed(group: m.Group, is_compressed: bool) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda frame: frame[:-1],
-        lambda frame: frame[:5],
-        lambda frame: frame[:4] + b"\xff" * 4 + frame[8:],
+        lambda frame: frame[:-1], lambda frame: frame[:5], lambda frame: frame[:4] + b"\xff" * 4 + frame[8:],
         lambda frame: frame[:100] + bytes(50) + frame[150:],
         lambda frame: zstandard.ZstdCompressor(write_content_size=False).compress(zstandard.decompress(frame)),
-        lambda frame: zstandard.compress(b""),
-        lambda frame: zstandard.compress(b"no group"),
+        lambda frame: zstandard.compress(b""), lambda frame: zstandard.compress(b"no group"),
     ],
-)
+)  # fmt: skip
 def test_damaged_compressed_group_is_refused(damage: Callable[[bytes], bytes]) -> None:
     with pytest.raises(FrameError):
         decode_group(damage(encode_group(LONG)))
@@ -290,21 +265,3 @@ def test_image_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.wire.codec.MOST_IMAGE_BYTES", 3)
     with pytest.raises(FrameError, match="group 17: image aa"):
         decode_group(encode(group))
-
-
-@given(
-    tokens=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
-    span=st.tuples(st.integers(-2, 7), st.integers(-2, 7)),
-)
-def test_group_is_accepted_iff_consistent(tokens: tuple[int, int, int], span: tuple[int, int]) -> None:
-    ids, mask, logprobs = tokens
-    one = msgspec.structs.replace(
-        trajectory(), token_ids=bytes(4 * ids), action_mask=bytes(mask), behaviour_logprobs=bytes(4 * logprobs),
-        spans=[m.VersionSpan(version=0, start=span[0], end=span[1])],
-    )  # fmt: skip
-    frame = encode(m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[one]))
-    if ids == mask == logprobs and 0 <= span[0] < span[1] <= mask:
-        assert decode_group(frame).trajectories == [one]
-    else:
-        with pytest.raises(FrameError):
-            decode_group(frame)

@@ -4,12 +4,7 @@ import os
 
 import pytest
 
-from slipstream.configs.runtime.network import (
-    is_local_address,
-    resolution_error,
-    tcp_address,
-    use_loopback_interface,
-)
+from slipstream.configs.runtime.network import is_local_address, resolution_error, tcp_address, use_loopback_interface
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (*INTERFACES, "LOCAL_WORLD_SIZE", "WORLD_SIZE")

@@ -35,23 +35,13 @@ def test_url_with_a_password_is_refused_with_the_remedy(url: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        f"redis.url=http://:{SECRET}@host",
-        f"redis.url=user:{SECRET}@host:6379",
-        f"redis.url=redis:{SECRET}@host",
-        f"redis.url=:{SECRET}@host",
-        f"redis=user:{SECRET}@host",
-        f"redis=[user:{SECRET}@host]",
-        f"redis.url=[user:{SECRET}@host",
-        f"redis.url=[redis://:{SECRET}@host]",
-        f"redis=redis://:{SECRET}@host",
-        f"redis.password={SECRET}",
-        f"redis.url.password={SECRET}",
-        f"redis.url.x=redis://:{SECRET}@host",
-        f"buffer.redis=redis://:{SECRET}@host",
-        f"redis.url=[redis://:{SECRET}@host",
-        f"redis://:{SECRET}@host",
+        f"redis.url=http://:{SECRET}@host", f"redis.url=user:{SECRET}@host:6379", f"redis.url=redis:{SECRET}@host",
+        f"redis.url=:{SECRET}@host", f"redis=user:{SECRET}@host", f"redis=[user:{SECRET}@host]",
+        f"redis.url=[user:{SECRET}@host", f"redis.url=[redis://:{SECRET}@host]", f"redis=redis://:{SECRET}@host",
+        f"redis.password={SECRET}", f"redis.url.password={SECRET}", f"redis.url.x=redis://:{SECRET}@host",
+        f"buffer.redis=redis://:{SECRET}@host", f"redis.url=[redis://:{SECRET}@host", f"redis://:{SECRET}@host",
     ],
-)
+)  # fmt: skip
 def test_password_in_the_wrong_place_is_not_repeated(text: str) -> None:
     overrides = ["redis.url=redis://host", text] if ".url." in text else [text]
     assert SECRET not in "\n".join(problems_of(DEMO, *overrides))

@@ -2,13 +2,10 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split
 from slipstream.env.builtin.digits import Digits, Operation, permuted
 
@@ -78,31 +75,3 @@ def test_held_out_problems_are_spread_over_the_space() -> None:
 def test_another_seed_holds_out_other_problems() -> None:
     first, second = ({Digits("copy", seed=n).task("eval", index).reference for index in range(256)} for n in (0, 1))
     assert len(first & second) < 128
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"operation": "multiply"}, "operation='multiply'"),
-        ({"operation": "copy", "length": 0}, "length=0 must"),
-        ({"operation": "add", "length": 5}, "from 1 to 4 for add"),
-        ({"operation": "copy", "length": "3"}, "length='3' must"),
-        ({"operation": "copy", "length": 2, "eval_tasks": 100}, "eval_tasks=100 must be from 0 to 99"),
-        ({"operation": "copy", "eval_tasks": -1}, "eval_tasks=-1 must be from 0"),
-    ],
-)
-def test_a_wrong_option_is_refused(options: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(part)):
-        Digits(**options)
-
-
-@pytest.mark.parametrize("index", [-1, 744])
-def test_an_index_outside_the_split_is_refused(index: int) -> None:
-    with pytest.raises(IndexError, match="there are 744"):
-        Digits("copy").task("train", index)
-
-
-def test_the_fingerprint_depends_on_every_option() -> None:
-    assert Digits("copy").fingerprint() == Digits("copy", 3, 256, 0).fingerprint()
-    others = [Digits("sort"), Digits("copy", length=4), Digits("copy", eval_tasks=8), Digits("copy", seed=1)]
-    assert len({env.fingerprint() for env in (Digits("copy"), *others)}) == 5

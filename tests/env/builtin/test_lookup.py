@@ -2,7 +2,6 @@
 
 import pytest
 
-from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Action, Turn
 from slipstream.env.builtin.lookup import Lookup, LookupSession
 
@@ -79,19 +78,3 @@ async def test_only_the_first_action_can_call() -> None:
     assert not (await session.step(action("c1"))).done
     turn = await session.step(action("c2"))
     assert (turn.done, turn.reward) == (True, 0.0)
-
-
-def test_options_determine_the_tasks() -> None:
-    envs = [Lookup(), Lookup(seed=1), Lookup(digits=2), Lookup(eval_tasks=3), Lookup(call_reward=0.5)]
-    assert len({env.fingerprint() for env in envs}) == len(envs)
-    assert Lookup().fingerprint() == Lookup().fingerprint()
-    assert Lookup().task("train", 3) == Lookup().task("train", 3)
-    assert Lookup().task("train", 3).info["table"] != Lookup().task("eval", 3).info["table"]
-    with pytest.raises(IndexError):
-        Lookup(eval_tasks=3).task("eval", 3)
-
-
-@pytest.mark.parametrize("options", [{"digits": 0}, {"digits": 17}, {"train_tasks": -1}, {"eval_tasks": 1.5}])
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        Lookup(**options)

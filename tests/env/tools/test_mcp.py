@@ -250,19 +250,15 @@ async def test_server_whose_start_is_interrupted_ends(make: Callable[..., Mcp], 
             await asyncio.wait_for(starting, DEADLINE_S)
 
 
-async def test_child_of_a_server_ends_with_it(make: Callable[..., Mcp]) -> None:
-    box = make()
-    child = int(await call(box, "leave_child"))
-    assert runs(child)
-    await asyncio.to_thread(box.close)
-    await wait_until_gone(child)
-
-
 async def test_call_that_ends_its_server_is_an_observation(make: Callable[..., Mcp]) -> None:
     box = make()
     with pytest.raises(ToolError):
         await call(box, "end")
     assert await call(box, "add", a=2, b=3) == "5"
+    child = int(await call(box, "leave_child"))
+    assert runs(child)
+    await asyncio.to_thread(box.close)
+    await wait_until_gone(child)
 
 
 async def test_server_that_does_not_start_again_costs_the_episode(make: Callable[..., Mcp], tmp_path: Path) -> None:
@@ -310,16 +306,14 @@ def test_unusable_server_is_refused_at_start(make: Callable[..., Mcp], options: 
         make(**options)
 
 
-def test_stderr_goes_to_a_file(make: Callable[..., Mcp], tmp_path: Path) -> None:
-    make(stderr=str(tmp_path / "stderr"), environment={"MARK": "marked"})
-    assert "to stderr marked" in (tmp_path / "stderr").read_text()
-
-
-async def test_stderr_is_bounded(make: Callable[..., Mcp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stderr_goes_to_a_bounded_file(
+    make: Callable[..., Mcp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tool_mcp, "STDERR_BYTES", 1000)
     monkeypatch.setattr(tool_mcp, "STDERR_CHECK_S", 0.01)
     file = tmp_path / "stderr"
-    box = make(stderr=str(file))
+    box = make(stderr=str(file), environment={"MARK": "marked"})
+    assert "to stderr marked" in file.read_text()
     for characters in (2000, 10):
         await call(box, "complain", characters=characters)
         async with asyncio.timeout(DEADLINE_S):

@@ -33,17 +33,6 @@ def test_plus_has_value_of_base_and_gradient_of_k2(with_plus: KlEstimator, base:
     torch.testing.assert_close(gradient, (logprobs - REFERENCE).detach())
 
 
-def test_k2_has_gradient_of_kl_on_average() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, reference = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
-    logits.requires_grad_()
-    logprobs, reference = logits.log_softmax(0), reference.log_softmax(0)
-    probabilities = logprobs.exp().detach()
-    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    (found,) = torch.autograd.grad((probabilities * kl_estimate(logprobs, reference, "k3+")).sum(), logits)
-    torch.testing.assert_close(found, exact)
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("delta", [-500.0, -21.0, 21.0, 500.0])
 def test_extreme_divergence_is_finite_and_never_grows(estimator: KlEstimator, delta: float) -> None:
@@ -65,24 +54,13 @@ def test_fixed_coefficient_is_that_of_configuration() -> None:
 @pytest.mark.parametrize(
     ("kl", "episodes", "factor"),
     [
-        (0.1, 256, 1.0),
-        (0.11, 256, 1 + 0.1 * 0.256),
-        (5.0, 256, 1 + 0.2 * 0.256),
-        (0.0, 256, 1 - 0.2 * 0.256),
+        (0.1, 256, 1.0), (0.11, 256, 1 + 0.1 * 0.256), (5.0, 256, 1 + 0.2 * 0.256), (0.0, 256, 1 - 0.2 * 0.256),
         (-1.0, 256, 1 - 0.2 * 0.256),  # k1 may be negative
-        (0.0, 50_000, 0.8),
-        (math.nan, 100, 1.0),
+        (0.0, 50_000, 0.8), (math.nan, 100, 1.0),
     ],
-)
+)  # fmt: skip
 def test_adaptive_coefficient_follows_relative_error(kl: float, episodes: int, factor: float) -> None:
     coefficient = KlCoefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
     coefficient.restore(0.7)
     coefficient.update(kl, episodes)
     assert coefficient.value == pytest.approx(0.7 * factor)
-
-
-def test_adaptive_coefficient_converges_to_target() -> None:
-    coefficient = KlCoefficient(KlConfig(coefficient=1.0, target=0.1, horizon=1000))
-    for _ in range(500):
-        coefficient.update(kl=0.02 / coefficient.value, episodes=256)  # a KL that the penalty lowers
-    assert coefficient.value == pytest.approx(0.2, rel=1e-3)

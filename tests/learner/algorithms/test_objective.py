@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
@@ -36,15 +35,9 @@ def objective_of(train_step: TrainStep, groups: Path, *, update: int) -> tuple[O
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        learner=train_step.learner,
-        horizon=train_step.sampling.max_tokens,
-        loss=build_loss(train_step.learner.loss),
-        prepared=prepared,
-        update=update,
-        totals=totals_of(mask_BT),
-        kl_coefficient=0.0,
-        generator=torch.Generator(),
-    )
+        learner=train_step.learner, horizon=train_step.sampling.max_tokens, loss=build_loss(train_step.learner.loss),
+        prepared=prepared, update=update, totals=totals_of(mask_BT), kl_coefficient=0.0, generator=torch.Generator(),
+    )  # fmt: skip
     return objective, batch, score_actions(train_step.model, batch, temperature=0.8)
 
 
@@ -129,19 +122,13 @@ def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, g
 # --- whole steps -----------------------------------------------------------------------------------------------------
 
 CORRECTIONS: list[dict[str, Any]] = [
-    {"proximal": "behaviour"},
-    {"proximal": "interpolate"},
-    {"weight": "sequence"},
-    {"weight": "none"},
-    {"band": [0.5, 2.0]},
-    {"normalise": True},
-]
+    {"proximal": "behaviour"}, {"proximal": "interpolate"}, {"weight": "sequence"}, {"weight": "none"},
+    {"band": [0.5, 2.0]}, {"normalise": True},
+]  # fmt: skip
 REJECTING: list[dict[str, Any]] = [
-    {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]},
-    REJECTS_TOKENS,
-    {"second_moment": 0.04},
-    {"veto": 1e-3},
-]
+    {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]}, REJECTS_TOKENS,
+    {"second_moment": 0.04}, {"veto": 1e-3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -153,8 +140,9 @@ REJECTING: list[dict[str, Any]] = [
                 "loss": {"aggregation": mode, "entropy_bonus": 0.01, "constant": 64.0 if mode == "constant" else None},
                 "kl": {"coefficient": 0.1},
             }
-            for mode in get_args(Aggregation)
+            for mode in ("seq-mean-token-mean", "constant")
         ],
+        {"advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}, "clip_range": None}},
     ],
     ids=str,
 )
@@ -162,7 +150,7 @@ def test_token_budget_does_not_matter(
     settings: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
 ) -> None:
     one, other = (
-        train(build_train_step(make_config(token_budget=budget, **settings), world), groups, range(2))
+        train(build_train_step(make_config(token_budget=budget, **settings), world), groups, [0])
         for budget in (40, 4000)
     )
     assert one[0]["grad_norm"] > 0

@@ -24,12 +24,9 @@ def prepared(
     prepare: StepPreparer, data: StepData, *, unpublished_steps: int = 0, kl_coefficient: float = 0.0
 ) -> PreparedStep:
     return prepare(
-        data.rows,
-        data.updates,
-        consuming_version=data.consuming_version,
-        unpublished_steps=unpublished_steps,
+        data.rows, data.updates, consuming_version=data.consuming_version, unpublished_steps=unpublished_steps,
         kl_coefficient=kl_coefficient,
-    )
+    )  # fmt: skip
 
 
 def advantage_inputs(config: RunConfig, world: World, groups: Path) -> tuple[AdvantageInputs, Tensor]:
@@ -96,18 +93,6 @@ def test_scored_reference_is_sharded_again(world: World, make_config: MakeConfig
     assert train_step.reference is not None
     # FSDP leaves what is in no layer gathered for a backward pass, which a reference never has.
     assert all(isinstance(weight, DTensor) for weight in train_step.reference.parameters())
-
-
-@pytest.mark.parametrize("estimator", ["k3", "k1+", "k2"])
-def test_larger_penalty_keeps_policy_nearer_to_reference(
-    estimator: str, world: World, make_config: MakeConfig, groups: Path
-) -> None:
-    last = []
-    for coefficient in (1e-6, 3.0):
-        kl = {"coefficient": coefficient, "estimator": estimator}
-        config = make_config(kl=kl, advantage="rloo", optimizer={"lr": 5e-4, "warmup_steps": 0})
-        last.append(train(build_train_step(config, world), groups, [0, 1, 2, 0, 1, 2])[-1]["reference_kl"])
-    assert last[1] < 0.7 * last[0]
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "behaviour", "interpolate"])

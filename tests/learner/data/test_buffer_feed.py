@@ -200,20 +200,7 @@ def test_servers_without_weights_are_named_with_port(
             take(feed)
 
 
-def test_two_ranks_share_one_lease(config: RunConfig, server: RolloutServer, make_feed: MakeFeed) -> None:
-    delivered = server.deliver(4)
-    feeds = [make_feed(rank, 2) for rank in (1, 0)]
-    for feed in feeds:
-        feed.prefetch(0, consuming_version=0)
-    # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
-    other, root = map(take, feeds)
-    assert root.trajectories == [*delivered[0:2], *delivered[4:6]]
-    assert other.trajectories == [*delivered[2:4], *delivered[6:8]]
-    with closing(BufferClient(config, "learner")) as client:
-        assert client.state().counts.leased == 4
-
-
-def test_longest_groups_go_to_different_ranks(server: RolloutServer, make_feed: MakeFeed) -> None:
+def test_ranks_share_one_lease_by_cost(config: RunConfig, server: RolloutServer, make_feed: MakeFeed) -> None:
     delivered = server.deliver(4, lengths=(8, 30, 9, 8))
     feeds = [make_feed(rank, 2) for rank in (0, 1)]
     for feed in feeds:
@@ -223,6 +210,8 @@ def test_longest_groups_go_to_different_ranks(server: RolloutServer, make_feed: 
     assert root.trajectories == [*delivered[2:4], *delivered[4:6]]
     assert other.trajectories == [*delivered[0:2], *delivered[6:8]]
     assert [len(batches) for batches in root.updates] == [len(batches) for batches in other.updates] == [1, 1]
+    with closing(BufferClient(config, "learner")) as client:
+        assert client.state().counts.leased == 4
 
 
 def test_starved_step_can_be_leased_again(server: RolloutServer, make_feed: MakeFeed) -> None:

@@ -36,12 +36,10 @@ def split(whole: m.Trajectory, cut: int) -> list[m.Trajectory]:
     """The same actions in two trajectories: up to token `cut`, and, with these tokens as context, from there on."""
     mask = action_mask(whole)
     head = structs.replace(
-        whole,
-        token_ids=whole.token_ids[: 4 * cut],
-        action_mask=whole.action_mask[:cut],
+        whole, token_ids=whole.token_ids[: 4 * cut], action_mask=whole.action_mask[:cut],
         behaviour_logprobs=whole.behaviour_logprobs[: 4 * cut],
         rewards=[turn for turn in whole.rewards if turn.end <= cut],
-    )
+    )  # fmt: skip
     return [
         head,
         structs.replace(
@@ -98,15 +96,11 @@ def inputs_of(rows: ActionBatch) -> AdvantageInputs:
     scores_EL = torch.rand(rows.episodes, rows.longest_episode, generator=generator)
     mask_EL = rows.by_episode(rows.mask_BT)
     return AdvantageInputs(
-        mask_BT=mask_EL,
-        rewards_BT=rows.by_episode(rows.rewards_BT),
-        groups=EpisodeGroups(rows.group_E, rows.groups),
-        terms=RewardTerms(rows.terms_KE, torch.ones(1)),
-        greedy_rewards_B=rows.greedy_reward_E,
-        values_BT=scores_EL * mask_EL,
-        logprobs_BT=(scores_EL + 1e-3).log() * mask_EL,
+        mask_BT=mask_EL, rewards_BT=rows.by_episode(rows.rewards_BT), groups=EpisodeGroups(rows.group_E, rows.groups),
+        terms=RewardTerms(rows.terms_KE, torch.ones(1)), greedy_rewards_B=rows.greedy_reward_E,
+        values_BT=scores_EL * mask_EL, logprobs_BT=(scores_EL + 1e-3).log() * mask_EL,
         collision_BT=scores_EL.square() * mask_EL,
-    )
+    )  # fmt: skip
 
 
 def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:

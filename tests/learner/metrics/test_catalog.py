@@ -27,14 +27,11 @@ from tests.learner.trainers.rl.loops import learner_that_continues, third_step
 
 STEPS = 4
 ALL_OPTIONS: dict[str, Any] = {
-    "advantage": "gae",
-    "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}},
-    "kl": {"coefficient": 0.1},
+    "advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}, "kl": {"coefficient": 0.1},
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
-    "throttle": {"max_kl": 1.0},
-    "router_replay": True,
-}
+    "throttle": {"max_kl": 1.0}, "router_replay": True,
+}  # fmt: skip
 
 
 def keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -55,14 +52,9 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     for figures in (sync.published_s, sync.stalls_s, sync.deviations):
         figures.append(0.1)
     learner.loop.reporter = root.reporter = RLReporter(
-        [JsonlTracker(config.paths.metrics)],
-        sync,
-        steps=STEPS,
-        dtype="float32",
-        signal=SignalWatch(group_relative=True, fixed_length=False),
-        eval_reward=None,
-        started=time.monotonic(),
-    )
+        [JsonlTracker(config.paths.metrics)], sync, steps=STEPS, dtype="float32",
+        signal=SignalWatch(group_relative=True, fixed_length=False), eval_reward=None, started=time.monotonic(),
+    )  # fmt: skip
     third = third_step(groups, config)
     of_own_version = replace(third.rows, versions_BT=torch.full_like(third.rows.versions_BT, STEPS - 1))
     learner.feed.take.side_effect = [

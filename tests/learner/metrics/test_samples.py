@@ -13,14 +13,11 @@ from slipstream.learner.metrics.samples import SampleStore, choose, read_samples
 def trajectory(reward: float, *, tokens: int = 4) -> m.Trajectory:
     mask = np.array([0, 0, *[1] * tokens], dtype=m.MASK_DTYPE)
     return m.Trajectory(
-        token_ids=np.arange(len(mask), dtype=m.TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
+        token_ids=np.arange(len(mask), dtype=m.TOKEN_DTYPE).tobytes(), action_mask=mask.tobytes(),
         behaviour_logprobs=np.zeros(len(mask), dtype=m.LOGPROB_DTYPE).tobytes(),
-        spans=[m.VersionSpan(version=3, start=2, end=len(mask))],
-        reward=reward,
-        scores={"exact_match": reward},
+        spans=[m.VersionSpan(version=3, start=2, end=len(mask))], reward=reward, scores={"exact_match": reward},
         finish_reason="stop",
-    )
+    )  # fmt: skip
 
 
 def test_best_worst_longest_and_random_are_chosen_once() -> None:

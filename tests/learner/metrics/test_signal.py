@@ -25,8 +25,7 @@ def warnings(watch: SignalWatch, *steps: Mapping[str, float]) -> list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("figures", "word"),
-    [(EQUAL, "equal"), (NO_SPREAD, "spread"), (CUT_OFF, "cut off"), (NO_GRADIENT, "gradient")],
+    ("figures", "word"), [(EQUAL, "equal"), (NO_SPREAD, "spread"), (CUT_OFF, "cut off"), (NO_GRADIENT, "gradient")]
 )
 def test_finding_is_logged_once_until_it_ends(figures: Mapping[str, float], word: str) -> None:
     watch = SignalWatch(group_relative=True, fixed_length=False)

@@ -14,12 +14,10 @@ from slipstream.learner.metrics.summary import Metrics, read_records, summarise
 from slipstream.learner.metrics.trackers import JsonlTracker
 
 STATE = State(
-    request=0,
-    version=7,
+    request=0, version=7,
     counts=LedgerCounts(issued=12, ready=1, leased=2, trained=4, filtered=2, expired=3, tokens=5000),
-    servers=[ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)],
-    evals=[],
-)
+    servers=[ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)], evals=[],
+)  # fmt: skip
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -39,14 +37,9 @@ def evaluation(number: int, score: float | None, *, coverage: float = 1.0, **fig
 def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "last_step": max((record["step"] for record in records if record["kind"] == "step"), default=0),
-        "policy_version": 7,
-        "state": STATE,
-        "published_s": [0.1, 0.3],
-        "stalls_s": [0.01, 0.02, 0.06],
-        "wall_s": 60.0,
-        "startup_s": 20.0,
-        **others,
-    }
+        "policy_version": 7, "state": STATE, "published_s": [0.1, 0.3], "stalls_s": [0.01, 0.02, 0.06], "wall_s": 60.0,
+        "startup_s": 20.0, **others,
+    }  # fmt: skip
     return summarise(records, **arguments)
 
 
@@ -99,12 +92,6 @@ def test_evaluation_of_initial_weights_always_counts() -> None:
         [*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)], policy_version=3
     )
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
-
-
-def test_run_without_records_has_summary() -> None:
-    found = summary([], last_step=5)
-    assert (found["steps"], found["policy_version"], found["tokens_generated"]) == (0, 7, 5000)
-    assert {found[key] for key in ("reward_last", "staleness_max", "step_s_median", "learner_idle_fraction")} == {None}
 
 
 def test_time_to_target_is_training_time() -> None:

@@ -39,11 +39,7 @@ for tracker in trackers:
 
 def configuration(folder: Path, **tracking: Any) -> RunConfig:
     return RunConfig.model_validate(
-        {
-            "run": {"name": "tracked", "dir": str(folder)},
-            "model": {"build": "digits"},
-            "tracking": tracking,
-        }
+        {"run": {"name": "tracked", "dir": str(folder)}, "model": {"build": "digits"}, "tracking": tracking}
     )
 
 
@@ -123,13 +119,6 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
         "kind": "step", "loss": None, "kl": None, "reward": 1.0,
     }  # fmt: skip
-
-
-def test_metrics_always_go_to_run_folder(tmp_path: Path) -> None:
-    (tracker,) = trackers_of(configuration(tmp_path))
-    tracker.log(STEP)
-    tracker.close()
-    assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
 
 
 def test_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from slipstream.learner.models.layers import Checkpointing
 from tests.contract.families import write_family
 
 QWEN3 = Qwen3Config(
-    vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+    vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
 )  # fmt: skip
 MOE = Qwen3MoeConfig(
@@ -29,9 +29,9 @@ def activations(config: Qwen3Config, tokens: int, checkpointing: Checkpointing, 
 def test_sizes_count_tied_weights_once() -> None:
     size = model_size(QWEN3)
     assert size.root == 1000 * 256 + 256 and size.head == 1000 * 256
-    assert size.matrices == 6 * (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 768)
-    assert size.dense - size.matrices == 6 * (2 * 256 + 2 * 64)
-    assert (size.layers, size.experts) == (6, 0)
+    assert size.matrices == 3 * (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 768)
+    assert size.dense - size.matrices == 3 * (2 * 256 + 2 * 64)
+    assert (size.layers, size.experts) == (3, 0)
 
 
 def test_sizes_count_experts_apart() -> None:
@@ -45,8 +45,8 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     assert by_mode["full"] < by_mode["selective"] < by_mode["none"]
     assert activations(QWEN3, 1024, "full") == pytest.approx(2 * by_mode["full"], rel=0.01)
     # `full` keeps the input of each layer.
-    deeper = Qwen3Config(**(QWEN3.to_dict() | {"num_hidden_layers": 12, "layer_types": None}))
-    assert activations(deeper, 512, "full") - by_mode["full"] == pytest.approx(6 * 512 * 256 * 2, rel=0.1)
+    deeper = Qwen3Config(**(QWEN3.to_dict() | {"num_hidden_layers": 6, "layer_types": None}))
+    assert activations(deeper, 512, "full") - by_mode["full"] == pytest.approx(3 * 512 * 256 * 2, rel=0.1)
 
 
 def test_tensor_parallel_ranks_have_parts_of_the_width() -> None:

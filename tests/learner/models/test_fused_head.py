@@ -11,14 +11,11 @@ from slipstream.learner.models.fused_head import IMPOSSIBLE, ActionScores, Entro
 
 ACTIONS, VOCABULARY, HIDDEN = 37, 501, 24
 RULES = {
-    "plain": LogitRule(),
-    "temperature": LogitRule(temperature=0.7),
-    "cap": LogitRule(cap=3.0, temperature=0.7),
-    "factor": LogitRule(factor=0.3),
-    "cap and factor": LogitRule(cap=3.0, factor=1.5),
+    "plain": LogitRule(), "temperature": LogitRule(temperature=0.7), "cap": LogitRule(cap=3.0, temperature=0.7),
+    "factor": LogitRule(factor=0.3), "cap and factor": LogitRule(cap=3.0, factor=1.5),
     "never sampled": LogitRule(impossible=(0, 130, 500), temperature=0.7),
     "cap, never sampled": LogitRule(impossible=(7, 8), cap=3.0),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -39,13 +39,8 @@ def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_training_in_bfloat16_is_near_float32(
-    world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: str
-) -> None:
-    config = make_config(
-        advantage="gae", critic=CRITIC, kl={"coefficient": 0.1}, activation_checkpointing=checkpointing
-    )
+def test_training_in_bfloat16_is_near_float32(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(advantage="gae", critic=CRITIC, kl={"coefficient": 0.1}, activation_checkpointing="full")
     record(tmp_path / "groups", 2, config)
     exact, rounded = [
         train(build_train_step(in_dtype(config, dtype), world), tmp_path / "groups", [0, 1])[-1]

@@ -173,10 +173,8 @@ def test_snapshot_has_the_adapters_and_their_config(trained: TrainStep) -> None:
     assert snapshot is not None and snapshot.manifest.adapter is not None
     config: Any = peft.get_peft_config(snapshot.manifest.adapter)
     assert (config.r, config.lora_alpha, config.target_modules) == (
-        4,
-        16,
-        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
-    )
+        4, 16, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    )  # fmt: skip
     found = dict(snapshot.named_tensors())
     wanted = adapters_of(trained.model)
     assert found.keys() == wanted.keys()
@@ -199,16 +197,10 @@ def test_missing_package_is_named(world: World, make_lora: MakeConfig, monkeypat
 @pytest.mark.parametrize(
     "lora",
     [
-        {"modules_to_save": ["lm_head"]},
-        {"bias": "all"},
-        {"use_dora": True},
-        {"targets": ["lm_head"]},
-        {"targets": ["q_proj", "embed_tokens"]},
-        {"targets": []},
-        {"rank": 0},
-        {"rank": 1000},
+        {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_dora": True}, {"targets": ["lm_head"]},
+        {"targets": ["q_proj", "embed_tokens"]}, {"targets": []}, {"rank": 0}, {"rank": 1000},
     ],
-)
+)  # fmt: skip
 def test_adapters_that_engines_lack_are_refused(make_lora: MakeConfig, lora: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(lora))):
         make_lora(lora)

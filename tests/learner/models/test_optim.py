@@ -16,16 +16,11 @@ from slipstream.learner.models.optim import build_optimizer, learning_rate, set_
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (
-            {"warmup_steps": 4, "final_lr_fraction": 0.2},
-            [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4],
-        ),
-        ({"warmup_steps": 0, "final_lr_fraction": 1.0}, [1.0] * 5),
-        ({"warmup_steps": 0}, [1.0, 0.75, 0.5, 0.25]),
-        ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0]),
-        ({"warmup_steps": 50}, [1 / 50, 2 / 50, 3 / 50]),
+        ({"warmup_steps": 4, "final_lr_fraction": 0.2}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ({"warmup_steps": 0, "final_lr_fraction": 1.0}, [1.0] * 5), ({"warmup_steps": 0}, [1.0, 0.75, 0.5, 0.25]),
+        ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0]), ({"warmup_steps": 50}, [1 / 50, 2 / 50, 3 / 50]),
     ],
-)
+)  # fmt: skip
 def test_learning_rate_warms_up_then_decays(schedule: dict[str, Any], expected: list[float]) -> None:
     config, steps = OptimizerConfig(lr=1.0, **schedule), len(expected)
     assert [learning_rate(step, steps=steps, config=config) for step in range(steps)] == pytest.approx(expected)

@@ -63,14 +63,11 @@ def write_bfloat16(folder: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "tied": write_dense,
-    "untied": lambda folder: write_dense(folder, tied=False),
-    "several-files": lambda folder: write_dense(folder, max_shard_size="20KB"),
-    "pickled": write_pickled,
-    "bfloat16": write_bfloat16,
-    "images": write_images,
+    "tied": write_dense, "untied": lambda folder: write_dense(folder, tied=False),
+    "several-files": lambda folder: write_dense(folder, max_shard_size="20KB"), "pickled": write_pickled,
+    "bfloat16": write_bfloat16, "images": write_images,
     **{kind: lambda folder, kind=kind: write_experts(folder, kind) for kind in EXPERTS},  # type: ignore[misc]
-}
+}  # fmt: skip
 
 
 OPTIONS = ModelOptions(dtype=torch.float32, attention="segments")
@@ -131,15 +128,12 @@ def quantize(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (drop, r"layers\.1\.mlp\.up_proj\.weight"),
-        (widen, r"mlp\.\S+ .*\[32, 32\].*48"),
-        (quantize, "quantized"),
+        (drop, r"layers\.1\.mlp\.up_proj\.weight"), (widen, r"mlp\.\S+ .*\[32, 32\].*48"), (quantize, "quantized"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors"),
-        (cut, r"model\.safetensors is damaged"),
-        (lose_part, r"00002-of-\d+\.safetensors is missing"),
+        (cut, r"model\.safetensors is damaged"), (lose_part, r"00002-of-\d+\.safetensors is missing"),
     ],
     ids=["tensor-missing", "other-shape", "quantized", "no-file", "cut-file", "no-part"],
-)
+)  # fmt: skip
 def test_files_that_do_not_fit_are_refused(
     damage: Callable[[Path], None], problem: str, world: World, tmp_path: Path
 ) -> None:

@@ -36,20 +36,14 @@ STEPS = 1
 MUON: dict[str, Any] = {"optimizer": {"name": "muon", "lr": 0.01, "warmup_steps": 0, "final_lr_fraction": 1.0}}
 CRITIC: dict[str, Any] = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.1, "warmup_steps": 0}}}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "cp4": ("dense", {"cp": 4}, {}),
-    "dp2 cp2 critic": ("dense", {"cp": 2}, CRITIC),
-    "dp2 tp2": ("dense", {"tp": 2}, {}),
-    "cp2 tp2": ("dense", {"cp": 2, "tp": 2}, {}),
-    "ep4": ("experts", {"ep": 4}, {}),
-    "cp2 ep2": ("experts", {"cp": 2, "ep": 2}, {}),
+    "cp4": ("dense", {"cp": 4}, {}), "dp2 cp2 critic": ("dense", {"cp": 2}, CRITIC),
+    "cp2 tp2": ("dense", {"cp": 2, "tp": 2}, {}), "cp2 ep2": ("experts", {"cp": 2, "ep": 2}, {}),
     "tp2 ep4": ("experts", {"tp": 2, "ep": 4}, {}),
-    "replicate2 ep2": ("experts", {"dp_replicate": 2, "ep": 2}, {}),
     "replicate2 cp2 gspo": ("dense", {"dp_replicate": 2, "cp": 2}, {"loss": "gspo"}),
-    "dp2 tp2 muon": ("dense", {"tp": 2}, MUON),
-    "dp2 ep2 muon": ("experts", {"ep": 2}, MUON),
-}
+    "dp2 tp2 muon": ("dense", {"tp": 2}, MUON), "dp2 ep2 muon": ("experts", {"ep": 2}, MUON),
+}  # fmt: skip
 """Model, sizes of the mesh and further settings of `learner`, by name."""
-SAVED = ("dp2 tp2", "cp2 ep2")
+SAVED = ("dp2 tp2 muon", "cp2 ep2")
 """Cases that save a checkpoint."""
 
 

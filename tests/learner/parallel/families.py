@@ -29,14 +29,10 @@ RANKS = 4
 LENGTHS = (30, 13, 13, 12, 9, 5, 2)
 """Tokens of the sequences of all ranks; two ranks of a sequence pad their shares."""
 MESHES: Mapping[str, Mapping[str, int]] = {
-    "dp": {"dp_replicate": 2, "dp_shard": 2},
-    "cp": {"dp_shard": 2, "cp": 2},
-    "tp": {"dp_shard": 2, "tp": 2},
-    "ep": {"dp_shard": 4, "ep": 2},
-    "cp+tp": {"cp": 2, "tp": 2},
-    "cp+ep": {"dp_shard": 2, "cp": 2, "ep": 4},
+    "dp": {"dp_replicate": 2, "dp_shard": 2}, "cp": {"dp_shard": 2, "cp": 2}, "tp": {"dp_shard": 2, "tp": 2},
+    "ep": {"dp_shard": 4, "ep": 2}, "cp+tp": {"cp": 2, "tp": 2}, "cp+ep": {"dp_shard": 2, "cp": 2, "ep": 4},
     "tp+ep": {"dp_shard": 2, "tp": 2, "ep": 4},
-}
+}  # fmt: skip
 """Sizes of the meshes, by the kinds of parallelism."""
 
 

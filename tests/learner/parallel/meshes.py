@@ -138,13 +138,9 @@ def load_experts(folder: Path, config: RunConfig, world: World) -> Results:
 
 Phase = Callable[[Path, RunConfig, World], Results]
 PHASES: dict[str, tuple[Phase, int, Mapping[str, int]]] = {
-    "load_alone": (load_large, 1, {}),
-    "load_large": (load_large, 2, {}),
-    "load_experts": (load_experts, 2, {}),
-    "shared_rows": (shared_rows, 4, {"tp": 2}),
-    "hsdp": (hsdp, 4, {"dp_replicate": 2}),
-    "resume": (resume, 2, {}),
-}
+    "load_large": (load_large, 2, {}), "load_experts": (load_experts, 2, {}),
+    "shared_rows": (shared_rows, 4, {"tp": 2}), "hsdp": (hsdp, 4, {"dp_replicate": 2}), "resume": (resume, 2, {}),
+}  # fmt: skip
 """What each phase runs, on how many ranks, on which mesh."""
 
 

@@ -32,11 +32,8 @@ DIMENSIONS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
 FIGURES = {
     "loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm", "experts/load_max", "experts/idle",
 }  # fmt: skip
@@ -104,12 +101,10 @@ def test_split_tokens_need_a_share_of_activation_memory(four_ranks: Path, world:
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [
-        (MeshSizes(cp=3), "cp"),
-        (MeshSizes(cp=4, tp=2), "cp x tp"),
-        (MeshSizes(tp=4), "tp"),
+        (MeshSizes(cp=3), "cp"), (MeshSizes(cp=4, tp=2), "cp x tp"), (MeshSizes(tp=4), "tp"),
         (MeshSizes(ep=2, dp_shard=2), "no experts"),
     ],
-)
+)  # fmt: skip
 def test_mesh_that_does_not_fit_dense_model_is_refused(sizes: MeshSizes, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         refuse(sizes, Qwen3Config(**DIMENSIONS))

@@ -53,7 +53,7 @@ def write_large(folder: Path) -> None:
 def meshes(digits_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Meshes:
     """One rank has trained in this process, ranks on several meshes in others."""
     folder = tmp_path_factory.mktemp("meshes")
-    config = run_config(digits_model, folder)
+    config = run_config(digits_model, folder, token_budget=80)
     record(folder / "groups", RECORDED_STEPS, config)
     (folder / "config.json").write_text(config.model_dump_json())
     write_large(folder / LARGE)
@@ -115,11 +115,10 @@ def test_sums_count_rows_that_ranks_share_once(meshes: Meshes) -> None:
     assert [rank["sums"] for rank in found] == [[2.0, 1.0]] * 4
 
 
-@pytest.mark.parametrize(("phase", "ranks"), [("load_alone", 1), ("load_large", 2)])
-def test_rank_loads_no_more_than_its_shards(phase: str, ranks: int, meshes: Meshes) -> None:
-    for rank in meshes.results(phase, ranks):
+def test_rank_loads_no_more_than_its_shards(meshes: Meshes) -> None:
+    for rank in meshes.results("load_large", 2):
         assert rank["whole"] > 130 * MB
-        assert rank["load"] < rank["whole"] / ranks + rank["largest"] + 15 * MB
+        assert rank["load"] < rank["whole"] / 2 + rank["largest"] + 15 * MB
 
 
 def test_ranks_read_their_own_experts(meshes: Meshes) -> None:

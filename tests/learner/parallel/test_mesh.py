@@ -38,8 +38,7 @@ def test_mesh_has_named_axes(sizes: MeshSizes, axes: dict[str, int], fake_ranks:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "dp_shard"),
-    [({}, 8), ({"dp_replicate": 2}, 4), ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, 2)],
+    ("parallel", "dp_shard"), [({}, 8), ({"dp_replicate": 2}, 4), ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, 2)]
 )
 def test_rest_of_ranks_shares_a_copy(parallel: dict[str, int], dp_shard: int) -> None:
     assert MeshSizes.of(ParallelConfig(**parallel), ranks=RANKS).dp_shard == dp_shard

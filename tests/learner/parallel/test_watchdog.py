@@ -40,14 +40,10 @@ def start_ranks() -> Iterator[Callable[[float], Ranks]]:
             ranks = []
             for rank in range(2):
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.learner.parallel.waiting_rank", str(deadline_s)],
-                    cwd=ROOT,
-                    env={**os.environ, **described, "RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+                    [sys.executable, "-m", "tests.learner.parallel.waiting_rank", str(deadline_s)], cwd=ROOT,
+                    env={**os.environ, **described, "RANK": str(rank)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, text=True,
+                )  # fmt: skip
                 cleanup.enter_context(process)
                 cleanup.callback(process.kill)
                 ranks.append(process)

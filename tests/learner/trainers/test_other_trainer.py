@@ -63,16 +63,12 @@ def write_run(folder: Path, model: Path, **model_settings: Any) -> Path:
     rows = [np.sort(rng.integers(0, VOCABULARY, rng.integers(4, 20))).tolist() for _ in range(24)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = {
-        "run": {"name": "sft", "dir": str(folder)},
-        "model": {"path": str(model), "dtype": "float32", **model_settings},
+        "run": {"name": "sft", "dir": str(folder)}, "model": {"path": str(model), "dtype": "float32", **model_settings},
         "learner": {
-            "trainer": {"name": NEXT_TOKEN, "options": {"path": str(folder / "rows.jsonl")}},
-            "steps": STEPS,
-            "token_budget": 24,
-            "optimizer": {"lr": 3e-3, "warmup_steps": 2},
-            "checkpoint": {"every_steps": 3},
+            "trainer": {"name": NEXT_TOKEN, "options": {"path": str(folder / "rows.jsonl")}}, "steps": STEPS,
+            "token_budget": 24, "optimizer": {"lr": 3e-3, "warmup_steps": 2}, "checkpoint": {"every_steps": 3},
         },
-    }
+    }  # fmt: skip
     file = folder / "sft.yaml"
     file.write_text(json.dumps(config), encoding="utf-8")
     return file

@@ -38,8 +38,7 @@ def rolling() -> bool:
 def config(tmp_path: Path, deadline_s: float, transport: str, rolling: bool) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "run": {"name": f"published-{tmp_path.name}", "dir": str(tmp_path)},
-            "model": {"build": "digits"},
+            "run": {"name": f"published-{tmp_path.name}", "dir": str(tmp_path)}, "model": {"build": "digits"},
             "weights": {
                 "transport": transport, "control_port": free_port(), "store_port": free_port(),
                 "stream_port": free_port(), "deadline_s": deadline_s, "bucket_bytes": 1 << 16, "rolling": rolling,

@@ -29,12 +29,9 @@ class Learner:
         torch.manual_seed(0)
         self._model = nn.Linear(300, 70)
         self._snapshots = SnapshotTaker(
-            self._model,
-            dtype=torch.float32,
-            bucket_bytes=config.weights.bucket_bytes,
-            device=torch.device("cpu"),
+            self._model, dtype=torch.float32, bucket_bytes=config.weights.bucket_bytes, device=torch.device("cpu"),
             segments=config.run.name if config.weights.transport in {"auto", "shm"} else None,
-        )
+        )  # fmt: skip
 
     def publish(self, version: int) -> None:
         """Trains a little, takes a snapshot and hands it over."""
@@ -46,6 +43,12 @@ class Learner:
         assert snapshot is not None
         self.sent[version] = {name: tensor.clone() for name, tensor in snapshot.named_tensors()}
         self.publisher.publish(snapshot)
+
+    def deliver(self, version: int, *members: Member) -> None:
+        """Publishes a version; these members get it bit for bit."""
+        self.publish(version)
+        for member in members:
+            assert same(member.wait_for(version), self.sent[version])
 
     def wait(self) -> float:
         """Waits for the publication under way, but not for ever; how long it took in seconds."""
@@ -64,6 +67,17 @@ class Learner:
         """Ends everything."""
         self.publisher.close()
         self._snapshots.close()
+
+
+class Gate:
+    """A moment of a transfer at which a member waits until it is let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(PATIENCE_S)
 
 
 def same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:

@@ -26,16 +26,7 @@ def server(port: int) -> GlooReceiver:
     """The server's end, once the learner is there."""
     receiver = GlooReceiver(SecurityConfig())
     receiver.enter(
-        Form(
-            transfer=1,
-            epoch=1,
-            transport="gloo",
-            host="127.0.0.1",
-            port=port,
-            rank=1,
-            world=2,
-            deadline_s=DEADLINE_S,
-        )
+        Form(transfer=1, epoch=1, transport="gloo", host="127.0.0.1", port=port, rank=1, world=2, deadline_s=DEADLINE_S)
     )
     return receiver
 

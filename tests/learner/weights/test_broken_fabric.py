@@ -11,7 +11,7 @@ from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.learner.weights.broadcast import GlooTransport
 from slipstream.rollout_servers.engines.staging import join_rendezvous
-from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
+from tests.learner.weights.learner import Join, Learner, gathered, wait_until
 from tests.learner.weights.member import Member
 
 SHORT_S = 3.0
@@ -52,9 +52,7 @@ def publish(learner: Learner, members: dict[str, Member], versions: range) -> No
     """Publishes; all members get every version, whichever way."""
     for version in versions:
         gathered(learner, *members)
-        learner.publish(version)
-        for member in members.values():
-            assert same(member.wait_for(version), learner.sent[version])
+        learner.deliver(version, *members.values())
         learner.wait()
 
 

@@ -17,7 +17,7 @@ import structlog
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.distribution import OVERTAKEN_OFTEN
-from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
+from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import honest
 from tests.learner.weights.member import main as member_main
 
@@ -25,7 +25,6 @@ SHORT_S = 2.0
 """The deadline where it is to pass; a sound member that misses it too comes back."""
 
 short_deadline = pytest.mark.parametrize("deadline_s", [SHORT_S])
-every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
 
 
 @every_transport
@@ -34,8 +33,7 @@ def test_unresponsive_member_is_evicted_by_deadline(learner: Learner, join: Join
     mute = join("mute", says=lambda answer: None)
     good = join("good")
     gathered(learner, "good", "mute")
-    learner.publish(1)
-    assert same(good.wait_for(1), learner.sent[1])
+    learner.deliver(1, good)
     mute.close()
     learner.wait()
     assert learner.publisher.metrics.evictions >= 1
@@ -52,8 +50,7 @@ def test_answer_for_wrong_version_evicts_member(
 
     liar, good = join("liar", says=lie), join("good")
     gathered(learner, "liar", "good")
-    learner.publish(1)
-    assert same(good.wait_for(1), learner.sent[1])
+    learner.deliver(1, good)
     wait_until(lambda: bool(liar.evictions))
     assert liar.evictions[0] == f"answered {kind.__name__} for version 8, not for 1"
     assert good.evictions == []
@@ -69,8 +66,7 @@ def test_member_that_never_enters_group_is_evicted(learner: Learner, join: Join)
 
     good, outside = join("good"), join("outside", before_entering=never)
     gathered(learner, "good", "outside")
-    learner.publish(1)
-    assert same(good.wait_for(1), learner.sent[1])
+    learner.deliver(1, good)
     wait_until(lambda: bool(outside.evictions))
     assert "did not enter the transfer group in time" in outside.evictions[0]
     assert good.evictions == []
@@ -87,8 +83,7 @@ def test_repeated_failures_lengthen_eviction(learner: Learner, join: Join) -> No
     good, bad = join("good"), join("bad", says=fail)
     gathered(learner, "good", "bad")
     for version in range(1, 6):
-        learner.publish(version)
-        assert same(good.wait_for(version), learner.sent[version])
+        learner.deliver(version, good)
     assert good.evictions == []
     wait_until(lambda: len(bad.evictions) >= 2)
     evictions = len(bad.evictions)
@@ -198,8 +193,7 @@ def test_dead_or_frozen_member_delays_only_to_deadline(
             assert dying.pid is not None, "it was started"
             os.kill(dying.pid, signal.SIGSTOP if dies_at == "rest-frozen" else signal.SIGKILL)
         for version in (2, 3):
-            learner.publish(version)
-            assert same(survivor.wait_for(version), learner.sent[version])
+            learner.deliver(version, survivor)
         wait_until(lambda: learner.publisher.metrics.evictions >= 1)
         learner.wait()
     assert survivor.evictions == []
@@ -214,7 +208,6 @@ def test_member_killed_while_applying_is_evicted_early(
     with victim(forks, config, "gloo", "applying"):
         gathered(learner, "survivor", "victim")
         for version in (1, 2):
-            learner.publish(version)
-            assert same(survivor.wait_for(version), learner.sent[version])
+            learner.deliver(version, survivor)
         learner.wait()
     assert learner.publisher.metrics.evictions == 1

@@ -80,7 +80,6 @@ def test_a_chain_of_which_something_was_deleted_is_begun_anew(
         shutil.rmtree(folder)
     else:
         (folder / "v00000001.safetensors").unlink()
-    learner.publish(3)
-    assert same(first.wait_for(3), learner.sent[3])
+    learner.deliver(3, first)
     assert same(join("server-2").wait_for(3), learner.sent[3])
     assert first.evictions == []

@@ -5,7 +5,7 @@ import threading
 import pytest
 import structlog
 
-from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
+from tests.learner.weights.learner import PATIENCE_S, Gate, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
 
@@ -20,10 +20,8 @@ def test_late_joiner_gets_latest_version_alone(learner: Learner, join: Join, tra
     assert same(late.wait_for(2), learner.sent[2])
     assert late.announced == [(2, "stream" if transport == "gloo" else transport)]
     wait_until(lambda: all(member.version == 2 for member in learner.publisher._roster))
-    learner.publish(3)
-    for member in (early, late):
-        assert same(member.wait_for(3), learner.sent[3])
-        assert member.announced[-1] == (3, transport)
+    learner.deliver(3, early, late)
+    assert (early.announced[-1], late.announced[-1]) == ((3, transport), (3, transport))
     assert early.announced == [(version, transport) for version in (1, 2, 3)]
 
 
@@ -32,14 +30,9 @@ def test_a_late_joiner_never_gets_weights_of_two_versions(learner: Learner, join
     """Its transfer may still be under way when the learner has published and trained on."""
     learner.publish(1)
     learner.wait()
-    loading, go_on = threading.Event(), threading.Event()
-
-    def hesitate() -> None:
-        loading.set()
-        assert go_on.wait(PATIENCE_S)
-
-    late = join("late", before_loading=hesitate)
-    assert loading.wait(PATIENCE_S)
+    gate = Gate()
+    late = join("late", before_loading=gate)
+    assert gate.reached.wait(PATIENCE_S)
 
     def publish_three() -> None:
         for version in (2, 3, 4):
@@ -48,7 +41,7 @@ def test_a_late_joiner_never_gets_weights_of_two_versions(learner: Learner, join
     training = threading.Thread(target=publish_three)
     training.start()
     training.join(0.5)  # either it has overwritten version 1 by then, or it waits for the late joiner
-    go_on.set()
+    gate.opened.set()
     late.wait_for(4)
     training.join(PATIENCE_S)
     for version, data in late.received.items():
@@ -56,47 +49,36 @@ def test_a_late_joiner_never_gets_weights_of_two_versions(learner: Learner, join
 
 
 def test_join_during_forming_fetches_without_evictions(learner: Learner, join: Join) -> None:
-    entering, go_on = threading.Event(), threading.Event()
-
-    def hesitate() -> None:
-        entering.set()
-        assert go_on.wait(PATIENCE_S)
-
-    first = join("first", before_entering=hesitate)
+    gate = Gate()
+    first = join("first", before_entering=gate)
     gathered(learner, "first")
     learner.publish(1)
-    assert entering.wait(PATIENCE_S)
+    assert gate.reached.wait(PATIENCE_S)
     second = join("second")
     assert same(second.wait_for(1), learner.sent[1])
-    go_on.set()
+    gate.opened.set()
     assert same(first.wait_for(1), learner.sent[1])
     learner.wait()
     assert learner.publisher.metrics.evictions == 0
 
 
 def test_newcomers_enter_a_group_together(learner: Learner, join: Join) -> None:
-    held, go_on = threading.Event(), threading.Event()
-
-    def dawdle() -> None:
-        held.set()
-        assert go_on.wait(PATIENCE_S)
+    gate = Gate()
 
     def publish(version: int, *members: Member) -> None:
-        learner.publish(version)
-        for member in members:
-            assert same(member.wait_for(version), learner.sent[version])
+        learner.deliver(version, *members)
         wait_until(lambda: sum(each.version == version for each in learner.publisher._roster) >= len(members))
 
     with structlog.testing.capture_logs() as logs:
         early, leaves = join("early"), join("leaves", leaves=True)
         gathered(learner, "early", "leaves")
         publish(1, early, leaves)
-        quick, slow = join("quick"), join("slow", before_loading=dawdle)
+        quick, slow = join("quick"), join("slow", before_loading=gate)
         gathered(learner, "early", "leaves", "quick", "slow")
-        assert held.wait(PATIENCE_S)
+        assert gate.reached.wait(PATIENCE_S)
         for version in (2, 3):
             publish(version, early, leaves, quick)
-        go_on.set()
+        gate.opened.set()
         slow.wait_for(3)
         wait_until(lambda: all(each.version == 3 for each in learner.publisher._roster))
         leaves.close()

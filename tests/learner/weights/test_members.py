@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members
-from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
+from slipstream.learner.weights.members import Member, Roster, ServerRecord, choose_transport
 from slipstream.learner.weights.process_group import next_group
 
 ORDER = ("shm", "gloo", "stream", "file")
@@ -16,15 +16,9 @@ DEADLINE_S = 10.0
 
 def heartbeat(*transports: str, host: str = "here", incarnation: str = "i") -> w.Join:
     return w.Join(
-        run="r",
-        server="s",
-        incarnation=incarnation,
-        version=0,
-        staged=-1,
-        host=host,
-        transports=list(transports),
+        run="r", server="s", incarnation=incarnation, version=0, staged=-1, host=host, transports=list(transports),
         workers=1,
-    )
+    )  # fmt: skip
 
 
 def joined(roster: Roster) -> Member:
@@ -36,7 +30,7 @@ def joined(roster: Roster) -> Member:
 
 def member(*transports: str, host: str = "here", avoided: dict[str, float] | None = None) -> Member:
     join = heartbeat(*transports, host=host)
-    return Member(b"s", join, heard_at=0.0, version=0, staged=-1, record=Record(avoided=avoided or {}))
+    return Member(b"s", join, heard_at=0.0, version=0, staged=-1, record=ServerRecord(avoided=avoided or {}))
 
 
 def test_a_server_that_was_evicted_twice_in_a_row_stays_out() -> None:
@@ -50,12 +44,6 @@ def test_successful_update_resets_eviction_count() -> None:
     back = joined(roster)
     roster.applied(back, 1)
     assert roster.evict(back, "slow") == 0.0
-
-
-def test_a_server_of_another_run_is_no_member() -> None:
-    roster = Roster("another", deadline_s=DEADLINE_S)
-    assert not roster.receive_join(b"s", heartbeat())
-    assert not list(roster)
 
 
 def test_dead_server_without_engine_is_counted_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +78,7 @@ def test_one_that_failed_is_avoided_for_a_while() -> None:
 
 @pytest.mark.parametrize(
     ("left", "others_fetch", "waited_s", "enters"),
-    [
-        (False, False, 0.0, True),
-        (False, True, 0.0, False),
-        (False, True, DEADLINE_S, True),
-        (True, True, 0.0, True),
-    ],
+    [(False, False, 0.0, True), (False, True, 0.0, False), (False, True, DEADLINE_S, True), (True, True, 0.0, True)],
     ids=["alone", "others fetch", "for long enough", "a member has left"],
 )
 def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, waited_s: float, enters: bool) -> None:
@@ -106,8 +89,3 @@ def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, wai
     willing = [newcomer, stays] if left else [newcomer, stays, leaves]
     group = next_group(willing, [stays, leaves], others_fetch=others_fetch, max_wait_s=DEADLINE_S)
     assert group == [each for each in willing if each is not newcomer or enters]
-
-
-def test_first_group_waits_for_nobody() -> None:
-    first = member("gloo")
-    assert next_group([first], [], others_fetch=True, max_wait_s=DEADLINE_S) == [first]

@@ -20,7 +20,7 @@ from slipstream.learner.weights.fetch import FileTransport
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports import Transports, build_transports
-from tests.learner.weights.learner import PATIENCE_S, Join, Learner, every_transport, gathered, same, wait_until
+from tests.learner.weights.learner import PATIENCE_S, Gate, Join, Learner, every_transport, gathered, same, wait_until
 from tests.learner.weights.member import Member, honest
 
 
@@ -29,9 +29,7 @@ def test_every_version_reaches_every_member_bit_for_bit(learner: Learner, join: 
     members = [join("one"), join("two")]
     gathered(learner, "one", "two")
     for version in (1, 2, 3):
-        learner.publish(version)
-        for member in members:
-            assert same(member.wait_for(version), learner.sent[version])
+        learner.deliver(version, *members)
     learner.wait()
     figures = learner.publisher.metrics
     assert len(figures.published_s) == 3
@@ -48,19 +46,13 @@ def test_without_members_a_publication_is_done_at_once(learner: Learner) -> None
 
 @pytest.mark.parametrize("transport", ["shm", "stream", "file"])
 def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join: Join, transport: str) -> None:
-    held, go_on = threading.Event(), threading.Event()
-
-    def dawdle() -> None:
-        held.set()
-        assert go_on.wait(PATIENCE_S)
-
-    fast, slow = join("fast"), join("slow", before_applying=dawdle)
+    gate = Gate()
+    fast, slow = join("fast"), join("slow", before_applying=gate)
     gathered(learner, "fast", "slow")
     for version in range(1, 5):
-        learner.publish(version)
-        assert same(fast.wait_for(version), learner.sent[version])
-    assert held.is_set(), "it is still at the first one"
-    go_on.set()
+        learner.deliver(version, fast)
+    assert gate.reached.is_set(), "it is still at the first one"
+    gate.opened.set()
     assert same(slow.wait_for(4), learner.sent[4])
     learner.wait()
     assert sorted(slow.received) == [1, 4], "it has left out those that were overtaken"
@@ -69,19 +61,14 @@ def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join
 
 @pytest.mark.parametrize("transport", ["file"])
 def test_skipped_versions_arrive_as_differences(learner: Learner, join: Join) -> None:
-    held, go_on = threading.Event(), threading.Event()
-
-    def dawdle() -> None:
-        held.set()
-        assert go_on.wait(PATIENCE_S)
-
-    slow = join("slow", before_applying=dawdle)
+    gate = Gate()
+    slow = join("slow", before_applying=gate)
     gathered(learner, "slow")
     learner.publish(1)
-    assert held.wait(PATIENCE_S)
+    assert gate.reached.wait(PATIENCE_S)
     for version in (2, 3, 4):  # nobody fetches the first two
         learner.publish(version)
-    go_on.set()
+    gate.opened.set()
     assert same(slow.wait_for(4), learner.sent[4])
     assert slow._announce.source is not None
     assert [part.base for part in slow._announce.source.parts] == [1, 2, 3]
@@ -104,23 +91,18 @@ def test_members_of_several_transports_are_fed_at_the_same_time(config: RunConfi
 def test_member_without_common_transport_is_evicted(learner: Learner, join: Join) -> None:
     good, stranger = join("good"), join("stranger", transports=("pigeon",))
     gathered(learner, "good", "stranger")
-    learner.publish(1)
-    assert same(good.wait_for(1), learner.sent[1])
+    learner.deliver(1, good)
     wait_until(lambda: bool(stranger.evictions))
     assert all(name in stranger.evictions[0] for name in ("pigeon", "gloo", "stream"))
 
 
 def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None:
-    entering = threading.Event()
-    stays, leaves = join("stays"), join("leaves", leaves=True, before_applying=entering.set)
+    stays, leaves = join("stays"), join("leaves", leaves=True)
     gathered(learner, "stays", "leaves")
-    learner.publish(1)
-    for member in (stays, leaves):
-        member.wait_for(1)
+    learner.deliver(1, stays, leaves)
     leaves.close()
     gathered(learner, "stays")
-    learner.publish(2)
-    assert same(stays.wait_for(2), learner.sent[2])
+    learner.deliver(2, stays)
     assert learner.publisher.metrics.evictions == 0
 
 
@@ -140,8 +122,7 @@ def test_deadline_rests_while_a_member_holds(learner: Learner, join: Join, deadl
     member = join("member")
     member.before_loading, member.before_applying = begin, finish
     gathered(learner, "member")
-    learner.publish(1)
-    assert same(member.wait_for(1), learner.sent[1])
+    learner.deliver(1, member)
     learner.wait()
     assert learner.publisher.metrics.evictions == 0
 
@@ -175,8 +156,7 @@ def test_restarted_engine_gets_latest_version_again(learner: Learner, join: Join
     del member.received[1]
     member.restart()
     assert same(member.wait_for(1), learner.sent[1])
-    learner.publish(2)
-    assert same(member.wait_for(2), learner.sent[2])
+    learner.deliver(2, member)
 
 
 @pytest.mark.parametrize("transport", ["shm"])
@@ -273,9 +253,7 @@ def test_rolling_updates_stop_one_member_at_a_time(learner: Learner, join: Join)
     names = ("one", "two", "three")
     members = [join(name, before_applying=begin(name), says=end(name)) for name in names]
     gathered(learner, *names)
-    learner.publish(1)
-    for member in members:
-        assert same(member.wait_for(1), learner.sent[1])
+    learner.deliver(1, *members)
     assert sorted(overlaps) == [["one"], ["three"], ["two"]]
 
 
@@ -296,9 +274,7 @@ def test_where_all_stand_still_already_they_apply_at_once(
     names = ("one", "two", "three")
     members = [join(name, before_applying=all_of_them.wait) for name in names]
     gathered(learner, *names)
-    learner.publish(1)
-    for member in members:
-        assert same(member.wait_for(1), learner.sent[1])
+    learner.deliver(1, *members)
     assert not all_of_them.broken
 
 
@@ -331,8 +307,7 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
             for frame in (b"", b"\xff\x00garbage", b"\x80") * 300:
                 dealer.send(frame)
             member = join("member")
-            learner.publish(1)
-            assert same(member.wait_for(1), learner.sent[1])
+            learner.deliver(1, member)
             wait_until(lambda: any(line["event"] == "frame dropped" for line in logs))
     assert stranger.announced == []
     assert len([line for line in logs if line["event"] == "frame dropped"]) == 1

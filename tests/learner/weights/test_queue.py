@@ -8,9 +8,9 @@ import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members as module
-from slipstream.learner.weights.members import DEADLINE_SHARE, MEASURED_BYTES, SLOTS, Absent, FetchQueue, Record
+from slipstream.learner.weights.members import DEADLINE_SHARE, MEASURED_BYTES, SLOTS, Absent, FetchQueue, ServerRecord
 from slipstream.learner.weights.members import Member as RosterMember
-from tests.learner.weights.learner import Join, Learner, gathered, same
+from tests.learner.weights.learner import Join, Learner, gathered
 from tests.learner.weights.member import Member
 
 NAMES = [f"s{number}" for number in range(10)]
@@ -22,9 +22,7 @@ def transport() -> str:
 
 
 def publish(learner: Learner, members: list[Member], version: int) -> None:
-    learner.publish(version)
-    for member in members:
-        assert same(member.wait_for(version), learner.sent[version])
+    learner.deliver(version, *members)
     learner.wait()
     assert learner.publisher.metrics.evictions == 0
 
@@ -72,7 +70,7 @@ def waiting_member(name: str) -> RosterMember:
     join = w.Join(
         run="r", server=name, incarnation=name, version=0, staged=-1, host="", transports=["stream"], workers=1
     )  # fmt: skip
-    return RosterMember(name.encode(), join, heard_at=0.0, version=0, staged=-1, record=Record())
+    return RosterMember(name.encode(), join, heard_at=0.0, version=0, staged=-1, record=ServerRecord())
 
 
 async def test_queue_is_served_in_order_and_keeps_places() -> None:

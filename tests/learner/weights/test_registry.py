@@ -42,15 +42,12 @@ def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("transport", "engine", "gpu", "vllm", "offered"),
     [
-        ("auto", VLLM_PROCESS, True, True, ("nccl", *BY_HOST)),
-        ("auto", VLLM_PROCESS, True, False, BY_HOST),
+        ("auto", VLLM_PROCESS, True, True, ("nccl", *BY_HOST)), ("auto", VLLM_PROCESS, True, False, BY_HOST),
         ("auto", VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
-        ("auto", {"name": "vllm", "core": "inline"}, True, True, BY_HOST),
-        ("auto", SGLANG, True, True, BY_HOST),
-        ("nccl", SGLANG, True, False, ("nccl_sglang", "stream")),
-        ("stream", VLLM_PROCESS, True, True, ("stream",)),
+        ("auto", {"name": "vllm", "core": "inline"}, True, True, BY_HOST), ("auto", SGLANG, True, True, BY_HOST),
+        ("nccl", SGLANG, True, False, ("nccl_sglang", "stream")), ("stream", VLLM_PROCESS, True, True, ("stream",)),
     ],
-)
+)  # fmt: skip
 def test_offered_transports(transport: str, engine: dict[str, Any], offered: tuple[str, ...]) -> None:
     assert names(transport, engine) == offered
 

@@ -5,7 +5,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, layout
+from slipstream.buffer.wire.weights.layout import SHARED_MEMORY
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
@@ -32,19 +32,6 @@ def test_snapshot_has_all_parameters_in_engine_precision(dtype: torch.dtype) -> 
         assert torch.equal(found[name], parameter.detach().to(dtype)), name
 
 
-def test_tensors_lie_where_the_wire_says() -> None:
-    weights = model()
-    snapshot = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU).take(
-        1, evaluate=False, keep=True
-    )
-    assert snapshot is not None
-    offsets, total = layout(snapshot.manifest.tensors)
-    assert snapshot.data.numel() == total
-    for offset, parameter in zip(offsets, weights.parameters(), strict=True):
-        wanted = parameter.detach().numpy().tobytes()
-        assert snapshot.data[offset : offset + len(wanted)].numpy().tobytes() == wanted
-
-
 def test_training_and_next_snapshot_leave_snapshot_unchanged() -> None:
     weights = model()
     taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
@@ -65,14 +52,6 @@ def test_a_rank_that_does_not_publish_has_no_snapshot() -> None:
     assert taker.take(1, evaluate=False, keep=False) is None
 
 
-def test_tied_parameters_travel_once() -> None:
-    tied = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
-    tied["head"].weight = tied["embedding"].weight
-    snapshot = SnapshotTaker(tied, dtype=torch.float32, bucket_bytes=64, device=CPU).take(1, evaluate=False, keep=True)
-    assert snapshot is not None
-    assert [name for name, _ in snapshot.named_tensors()] == ["embedding.weight"]
-
-
 def test_a_snapshot_in_shared_memory_is_read_there_by_others(run_name: str) -> None:
     weights = model()
     taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
@@ -88,17 +67,6 @@ def test_a_snapshot_in_shared_memory_is_read_there_by_others(run_name: str) -> N
     assert first.segment is not None
     assert not first.segment.exists()
     assert torch.equal(dict(second.named_tensors())["1.bias"], dict(weights.named_parameters())["1.bias"].detach())
-
-
-def test_only_segments_of_dead_learners_are_swept(run_name: str) -> None:
-    living = Segment(run_name, 1)
-    dead = living.path.with_name(f"slipstream-{run_name}-1-0")
-    dead.touch()
-    taker = SnapshotTaker(model(), dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
-    assert not dead.exists()
-    assert living.path.exists()
-    taker.close()
-    living.close()
 
 
 def test_without_room_in_shared_memory_the_bytes_lie_elsewhere(run_name: str) -> None:
@@ -125,9 +93,7 @@ def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
     ]
 
 
-def test_gpu_snapshot_is_synchronized_when_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_snapshot_is_synchronized_when_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = model()
     taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
     waited_for: list[Tensor] = []

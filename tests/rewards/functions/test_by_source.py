@@ -105,13 +105,10 @@ async def failed(source: Any, **options: Any) -> list[Failure | EpisodeReward]:
 @pytest.mark.parametrize(
     ("source", "label", "scores"),
     [
-        ("match", "match", [1.0, 0.0]),
-        ("share/of", "share*", [1.0, 0.5]),
-        ("loop", "loop", [3.0, 3.0]),
-        ("ranks", "ranks", [0.0, 1.0]),
-        ("later", "later", [0.0, 1.0]),
+        ("match", "match", [1.0, 0.0]), ("share/of", "share*", [1.0, 0.5]), ("loop", "loop", [3.0, 3.0]),
+        ("ranks", "ranks", [0.0, 1.0]), ("later", "later", [0.0, 1.0]),
     ],
-)
+)  # fmt: skip
 async def test_reward_of_the_source_scores(source: str, label: str, scores: list[float]) -> None:
     found = await scored(source)
     assert [each.reward for each in found] == [2 * score for score in scores]

@@ -126,12 +126,7 @@ async def test_a_sandbox_fusion_server_runs_the_tests() -> None:
         reward = Code(url=url, partial=True)
         subjects = [
             episode(answer, info={"tests": tests})
-            for answer, tests in [
-                (DOUBLE, ASSERTS),
-                (PRINTS, PAIRS),
-                ("exit(0)", ASSERTS),
-                ("LATE", ASSERTS),
-            ]
+            for answer, tests in [(DOUBLE, ASSERTS), (PRINTS, PAIRS), ("exit(0)", ASSERTS), ("LATE", ASSERTS)]
         ]
         scores = [await reward(subject) for subject in subjects]
         assert [score.value for score in scores] == [0.75, pytest.approx(2 / 3), 0.0, 0.0]

@@ -52,14 +52,10 @@ def test_length_has_units() -> None:
 @pytest.mark.parametrize(
     ("answer", "allowed", "value"),
     [
-        ("a b c d", 0.0, 0.0),
-        ("a b", 0.0, 0.0),
-        ("", 0.0, 0.0),
-        ("a b A b a", 0.0, -1 / 2),
-        ("a b a b a", 0.5, 0.0),
+        ("a b c d", 0.0, 0.0), ("a b", 0.0, 0.0), ("", 0.0, 0.0), ("a b A b a", 0.0, -1 / 2), ("a b a b a", 0.5, 0.0),
         ("a a a a a", 0.5, -1 / 2),
     ],
-)
+)  # fmt: skip
 def test_repeated_grams_are_penalised_beyond_their_allowed_share(answer: str, allowed: float, value: float) -> None:
     assert Repetition(n=2, allowed=allowed)(answer, "", {}) == pytest.approx(value)
 
@@ -72,15 +68,10 @@ def test_repetition_is_at_most_1(answer: str, n: int, allowed: float) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("format", {}),
-        ("format", {"pattern": "("}),
-        ("length", {}),
-        ("length", {"most": 2, "least": 3}),
-        ("length", {"most": 2, "unit": "lines"}),
-        ("repetition", {"n": 0}),
-        ("repetition", {"size": 3}),
+        ("format", {}), ("format", {"pattern": "("}), ("length", {}), ("length", {"most": 2, "least": 3}),
+        ("length", {"most": 2, "unit": "lines"}), ("repetition", {"n": 0}), ("repetition", {"size": 3}),
     ],
-)
+)  # fmt: skip
 def test_unusable_options_are_refused(name: str, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=name):
         find_reward(RewardConfig(name=name, options=options))

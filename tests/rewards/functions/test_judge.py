@@ -207,15 +207,10 @@ async def test_damaged_cache_is_a_miss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"lowest": 10},
-        {"template": "no field"},
-        {"pattern": "("},
-        {"pattern": "score"},
-        {"api_key_variable": "NO_SUCH_KEY"},
-        {"cache": "/nowhere/ratings"},
-        {"rubrik": "x"},
+        {"lowest": 10}, {"template": "no field"}, {"pattern": "("}, {"pattern": "score"},
+        {"api_key_variable": "NO_SUCH_KEY"}, {"cache": "/nowhere/ratings"}, {"rubrik": "x"},
     ],
-)
+)  # fmt: skip
 def test_unusable_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="judge"):
         find_reward(RewardConfig(name="judge", options={"url": "http://localhost/v1", "model": "m", **options}))

@@ -17,16 +17,10 @@ def test_only_equal_texts_match_exactly(answer: str, reference: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ("321", 1.0),
-        ("3219", 1.0),
-        ("320", 2 / 3),
-        ("32", 2 / 3),
-        (" 321\n", 1.0),
-        ("213", 0.0),
-        ("9321", 0.0),
+        ("321", 1.0), ("3219", 1.0), ("320", 2 / 3), ("32", 2 / 3), (" 321\n", 1.0), ("213", 0.0), ("9321", 0.0),
         ("", 0.0),
     ],
-)
+)  # fmt: skip
 def test_digit_match_is_the_share_of_equal_positions(answer: str, score: float) -> None:
     assert digit_match(answer, "321", {}) == score
 

@@ -104,16 +104,11 @@ def test_expression_of_a_numbers_value_is_no_answer(reward: Math, answer: str) -
 @pytest.mark.parametrize(
     ("answer", "reference"),
     [
-        (r"\boxed{44 - 6 = 38}", "38"),
-        (r"\boxed{38 \text{ cm}}", "38"),
-        (r"\boxed{-38^\circ}", "-38"),
-        (r"\boxed{3.8 \times 10^{1}}", "38"),
-        (r"\boxed{38\%}", "0.38"),
-        (r"\boxed{\frac{19}{50}}", "0.38"),
-        (r"$\boxed{\{38\}}$", "38"),
-        (r"\boxed{x = -10}", "-10"),
+        (r"\boxed{44 - 6 = 38}", "38"), (r"\boxed{38 \text{ cm}}", "38"), (r"\boxed{-38^\circ}", "-38"),
+        (r"\boxed{3.8 \times 10^{1}}", "38"), (r"\boxed{38\%}", "0.38"), (r"\boxed{\frac{19}{50}}", "0.38"),
+        (r"$\boxed{\{38\}}$", "38"), (r"\boxed{x = -10}", "-10"),
     ],
-)
+)  # fmt: skip
 def test_written_numbers_are_answers(reward: Math, answer: str, reference: str) -> None:
     assert value(reward, answer, reference) == 1.0
 
@@ -178,12 +173,10 @@ def test_table_of_answers(reward: Math, answer: str, reference: str, score: str)
 @pytest.mark.parametrize(
     "answer",
     [
-        "#### " + "cm " * 160 + "5!",
-        "#### " + r"\ab1" * 120 + ", = 5",
-        "answer is " * 9000,
+        "#### " + "cm " * 160 + "5!", "#### " + r"\ab1" * 120 + ", = 5", "answer is " * 9000,
         r"\text{" * 80 + "5x" + "}" * 80,
     ],
-)
+)  # fmt: skip
 def test_degenerate_answers_are_read_in_linear_time(answer: str) -> None:
     began = time.process_time()
     for reference in ("5", r"\text{yes}", "x+1"):

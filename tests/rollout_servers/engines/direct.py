@@ -1,7 +1,7 @@
 """A learner that publishes straight into the engines of rollout servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,12 @@ class Run:
             await asyncio.wait([running])
             await engine.close()
 
+    def may_broadcast(self) -> bool:
+        """True if all servers have reported an engine that can join a group."""
+        broadcast = self.publisher._transports.broadcast
+        assert broadcast is not None, "given in `run`"
+        return all(broadcast.name in member.join.transports for member in self.publisher._roster)
+
     async def publish(self, version: int) -> None:
         """Returns once all servers have it, or are evicted."""
         model = policy_of(version, tied=False)
@@ -101,17 +107,21 @@ async def run(
         context.destroy(linger=0)
 
 
-class Sent(Protocol):
-    """What left the learner."""
+class Group(Protocol):
+    """The learner's end of a transfer group."""
 
-    made: list[Any]
-    """Its groups, each with its `buckets`: how many it has sent."""
+    buckets: int
+    """How many it has sent."""
     hangs_at: int | None
-    """The bucket of later groups that never leaves."""
+    """The bucket that never leaves."""
 
 
-async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: Sent, *, tokens: int) -> None:
-    """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn."""
+async def published_while_it_generates(at: Run, engine: RestartingEngine, made: Sequence[Any], *, tokens: int) -> None:
+    """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn.
+
+    Args:
+        made: each `Group` of the learner.
+    """
     for version in (1, 2, 3):
         long = asyncio.create_task(
             engine.generate(Request([3, 5, 7], samples=4, deadline_s=PATIENCE_S, max_tokens=tokens))
@@ -123,25 +133,26 @@ async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: 
         assert {span.version for span in after.spans} == {version}
         stamps = {span.version for answer in await long for span in answer.spans}
         assert version - 1 in stamps <= {version - 1, version}
-    (group,) = sent.made
+    (group,) = made
     assert group.buckets >= 9, "none was fetched, and each came in several buckets"
     figures = at.publisher.metrics
     assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
 
 
-async def broken_off_half_way(at: Run, engine: RestartingEngine, sent: Sent) -> None:
-    """Costs the engine; the next version is fetched, and the one after it broadcast."""
-    sent.hangs_at = 1
-    first = engine.incarnation
-    await at.publish(1)
-    await until(lambda: engine.version == 1)
+async def broken_off_half_way(at: Run, engine: RestartingEngine, made: Sequence[Any]) -> None:
+    """Afterwards, version 4 costs the engine; the next version is fetched, and the one after it broadcast."""
+    group: Group = made[0]
+    sent, first = group.buckets, engine.incarnation
+    group.hangs_at = sent + 1
+    await at.publish(4)
+    await until(lambda: engine.version == 4)
     assert engine.incarnation != first
-    assert [group.buckets for group in sent.made] == [1]
-    sent.hangs_at = None
-    for version in (2, 3):
+    assert (len(made), group.buckets) == (1, sent + 1)
+    for version in (5, 6):
         await at.publish(version)
         assert engine.version == version
-    assert len(sent.made) == 2
+        await until(at.may_broadcast)
+    assert len(made) == 2
     assert at.publisher.metrics.unreached == 0
 
 

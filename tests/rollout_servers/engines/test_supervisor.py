@@ -18,7 +18,7 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.supervisor import RestartingEngine, stitch
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from tests.rollout_servers.engines.mortal import DEADLINE_S, NEVER_S, Engines, ask, install, manifest, span, until
 from tests.rollout_servers.scripted import completion
 
@@ -60,12 +60,6 @@ async def test_answer_continues_after_two_crashes(engines: Engines) -> None:
     assert (request.prompt_ids, request.greedy, request.max_tokens) == ([3, 5, 7, 8], True, 2)
     request.answer(9)
     assert [(*answer.token_ids,) for answer in await asking] == [(7, 8, 9)]
-
-
-def test_stitched_answer_merges_touching_spans() -> None:
-    begun = Completion([1, 2, 3], [-1.0] * 3, [span(2, 0, 1), span(3, 1, 3)], "abort")
-    rest = Completion([4, 5, 6], [-2.0] * 3, [span(3, 0, 1), span(4, 1, 3)], "stop")
-    assert stitch(begun, rest).spans == [span(2, 0, 1), span(3, 1, 4), span(4, 4, 6)]
 
 
 async def test_complete_answer_is_not_continued(engines: Engines) -> None:

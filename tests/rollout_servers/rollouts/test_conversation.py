@@ -1,6 +1,5 @@
 """Chat messages in the middle of an episode, by the chat templates of real models."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.rollout import EpisodeConfig
-from slipstream.env.base import Action, Message, Observation, Split, Task, Turn
+from slipstream.env.base import Message, Observation, Turn
 from slipstream.learner.data.packing import TokenSequence, pack
 from slipstream.learner.models.scoring import score_actions
 from slipstream.rewards.base import Episode
@@ -26,6 +25,7 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.conversation import CUT_MARK, ChatFormat, shorten
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 from tests.rollout_servers.rollouts.chat import CHATML, build_chat_model
+from tests.rollout_servers.rollouts.dialogue import HANG, Dialogue
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 
 USER: Message = {"role": "user", "content": "And now?"}
@@ -47,40 +47,10 @@ def watch(episode: Episode) -> float:
     return 1.0
 
 
-@dataclass
-class Chat:
+def chat(*turns: Any, prompt: Any = None) -> Dialogue:
     """An env whose sessions return these turns in order, and end after the last."""
-
-    turns: Sequence[Turn]
-    opening: Any = field(default_factory=lambda: [{"role": "user", "content": "What is 40 and 2?"}])
-    actions: list[Action] = field(default_factory=list)
-
-    def size(self, split: Split) -> int:
-        return 1
-
-    def task(self, split: Split, index: int) -> Task:
-        return Task(prompt="unused", reference="42")
-
-    def fingerprint(self) -> str:
-        return "chat"
-
-    def session(self, task: Task) -> "Script":
-        return Script(self)
-
-
-class Script:
-    def __init__(self, env: Chat) -> None:
-        self.env, self.left = env, list(env.turns)
-
-    async def reset(self) -> Any:
-        return self.env.opening
-
-    async def step(self, action: Action) -> Turn:
-        self.env.actions.append(action)
-        return self.left.pop(0) if self.left else Turn(reward=1.0, done=True)
-
-    async def close(self) -> None:
-        pass
+    opening = [{"role": "user", "content": "What is 40 and 2?"}] if prompt is None else prompt
+    return Dialogue([*turns, Turn(reward=1.0, done=True)], opening, reference="42")
 
 
 @dataclass
@@ -124,7 +94,6 @@ def learner_logprobs(model: Path, trajectory: m.Trajectory) -> np.ndarray[Any, A
         return score_actions(policy, batch, temperature=1.0).logprobs_A.numpy()
 
 
-@pytest.mark.parametrize("history", ["sampled", "template"])
 @pytest.mark.parametrize(
     ("template", "tools"),
     [
@@ -133,33 +102,39 @@ def learner_logprobs(model: Path, trajectory: m.Trajectory) -> np.ndarray[Any, A
         ("lossy", False),
     ],
 )  # fmt: skip
-async def test_trajectories_have_the_tokens_of_the_engine(
-    tmp_path: Path, template: str, tools: bool, history: str
-) -> None:
+async def test_trajectories_have_the_tokens_of_the_engine(tmp_path: Path, template: str, tools: bool) -> None:
     lossy = template == "lossy"
     model = build_chat_model(tmp_path, "chatml" if lossy else template, lossy=lossy)
-    episode_config = {"history": history, "tokens": 800}
-    config = run_config(model, episode=episode_config, group_size=4)
-    tokenizer = Tokenizer(model)
-    ChatFormat.of(tokenizer, config.rollout.episode).check(tools=tools)
     results = [Turn([RESULT, RESULT] if "qwen" in template else [RESULT])] if tools else []
-    env = Chat([Turn([USER], 0.5), *results, Turn([USER])])
+    env = chat(Turn([USER], 0.5), *results, Turn([USER]))
     if tools:
-        env.opening = Observation(env.opening, [SCHEMA])
-    engine = await start_engine(config, model, eos_token_ids=tokenizer.eos_token_ids)
-    recorder = Recorder(engine)
+        env.prompt = Observation(env.prompt, [SCHEMA])
+    tokenizer, reasons = Tokenizer(model), set[str]()
+    engine = await start_engine(run_config(model), model, eos_token_ids=tokenizer.eos_token_ids)
     try:
-        trajectories = await build_player(config, model, recorder, env=env).play("train", 0, samples=4)
+        for history in ("sampled", "template"):
+            config = run_config(model, episode={"history": history, "tokens": 800}, group_size=4)
+            ChatFormat.of(tokenizer, config.rollout.episode).check(tools=tools)
+            recorder = Recorder(engine)
+            trajectories = await build_player(config, model, recorder, env=env).play("train", 0, samples=4)
+            assert len(recorder.calls) == 4 * (4 if tools else 3)
+            assert len(trajectories) == 4 or history == "template"
+            reasons |= {answer.finish_reason for _, answer in recorder.calls}
+            require_same_tokens(model, trajectories, recorder.calls)
     finally:
         await engine.close()
+    assert reasons == {"stop", "length"}
 
-    turns = 4 if tools else 3
-    assert len(recorder.calls) == 4 * turns
-    unseen = set(range(len(recorder.calls)))
+
+def require_same_tokens(
+    model: Path, trajectories: Sequence[m.Trajectory], calls: Sequence[tuple[list[int], Completion]]
+) -> None:
+    """Checks tokens, masks and log-probs of trajectories against the calls of the engine, and their rewards."""
+    unseen = set(range(len(calls)))
     for trajectory in trajectories:
         ids, mask = codec.token_ids(trajectory).tolist(), codec.action_mask(trajectory)
         expected = np.zeros(len(ids), dtype=bool)
-        for number, (context, answer) in enumerate(recorder.calls):
+        for number, (context, answer) in enumerate(calls):
             end = len(context) + len(answer.token_ids)
             if ids[:end] == [*context, *answer.token_ids]:
                 unseen.discard(number)  # episodes may begin alike
@@ -169,13 +144,11 @@ async def test_trajectories_have_the_tokens_of_the_engine(
         np.testing.assert_allclose(codec.behaviour_logprobs(trajectory)[mask == 1], logprobs, atol=1e-4)
     assert unseen == set()
     assert {each.episode for each in trajectories} == {0, 1, 2, 3}
-    assert len(trajectories) == 4 or history == "template"
     for number in range(4):
         spans = [span.value for each in trajectories if each.episode == number for span in each.rewards]
         assert sum(spans) == 2.5
     assert {each.reward for each in trajectories} == {2.5}
     assert {each.finish_reason for each in trajectories} <= {"done", "length"}
-    assert {answer.finish_reason for _, answer in recorder.calls} == {"stop", "length"}
 
 
 def chat_answer(tokenizer: Tokenizer, text: str, **changes: Any) -> Completion:
@@ -195,7 +168,7 @@ class Scripted(ScriptedEngine):
 
 
 async def play(
-    model: Path, env: Chat, answers: Sequence[Completion], **rollout: Any
+    model: Path, env: Dialogue, answers: Sequence[Completion], **rollout: Any
 ) -> tuple[list[m.Trajectory], Episode, Scripted]:
     """One episode with scripted answers: its trajectories, what the reward got, and the engine."""
     engine = Scripted(list(answers))
@@ -208,7 +181,7 @@ async def test_tool_calls_and_results_are_messages(tmp_path: Path) -> None:
     model = build_chat_model(tmp_path, "qwen2_5")
     tokenizer = Tokenizer(model)
     call = 'Adding.<tool_call>\n{"name":  "add", "arguments": {"b": 2, "a": 1}}\n</tool_call><|im_end|>'
-    env = Chat([Turn([RESULT])], opening=Observation([USER], [SCHEMA]))
+    env = chat(Turn([RESULT]), prompt=Observation([USER], [SCHEMA]))
     answers = [chat_answer(tokenizer, call), chat_answer(tokenizer, "It is 42.<|im_end|>")]
     (trajectory,), episode, engine = await play(model, env, answers, sampling={"max_tokens": 200})
 
@@ -235,7 +208,7 @@ async def test_answers_are_parsed_where_tools_are_offered(
 ) -> None:
     model = build_chat_model(tmp_path, "qwen3")
     answer = chat_answer(Tokenizer(model), '<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>')
-    env = Chat([], opening=Observation([USER], [SCHEMA] if tools else []))
+    env = chat(prompt=Observation([USER], [SCHEMA] if tools else []))
     await play(model, env, [answer], episode={"tool_format": tool_format}, sampling={"max_tokens": 100})
     assert len(env.actions[0].tool_calls) == calls
 
@@ -244,7 +217,7 @@ async def test_cut_answer_gets_its_stop_token_without_training_on_it(chatml: Pat
     tokenizer = Tokenizer(chatml)
     cut = chat_answer(tokenizer, "one two", finish_reason="length")
     last = chat_answer(tokenizer, "three<|im_end|>")
-    (trajectory,), episode, engine = await play(chatml, Chat([Turn([USER])]), [cut, last], episode={"tokens": 300})
+    (trajectory,), episode, engine = await play(chatml, chat(Turn([USER])), [cut, last], episode={"tokens": 300})
     added = engine.contexts[1][len(engine.contexts[0]) + len(cut.token_ids) :]
     assert tokenizer.decode_whole(added).startswith("<|im_end|>\n<|im_start|>user")
     assert sum(trajectory.action_mask) == len(cut.token_ids) + len(last.token_ids)
@@ -257,7 +230,7 @@ async def test_rewritten_history_continues_in_another_trajectory(tmp_path: Path)
     texts = ["<think>\nhm\n</think>\n\none<|im_end|>", "<think>\nhm\n</think>\n\ntwo<|im_end|>"]
     answers = [chat_answer(tokenizer, text, version=version) for version, text in enumerate(texts)]
     limits: dict[str, Any] = {"sampling": {"max_tokens": 200}}
-    env = Chat([Turn([USER], 0.5)])
+    env = chat(Turn([USER], 0.5))
     first, second = (await play(model, env, answers, episode={"history": "template"}, **limits))[0]
     assert (first.episode, second.episode) == (0, 0)
     assert (first.reward, first.scores) == (second.reward, second.scores)
@@ -268,14 +241,14 @@ async def test_rewritten_history_continues_in_another_trajectory(tmp_path: Path)
     kept = tokenizer.decode_whole(codec.token_ids(second).tolist())
     assert kept.count("hm") == 1
     assert kept.endswith("<|im_start|>assistant\n" + texts[1])
-    (whole,) = (await play(model, Chat([Turn([USER])]), answers, **limits))[0]
+    (whole,) = (await play(model, chat(Turn([USER])), answers, **limits))[0]
     assert tokenizer.decode_whole(codec.token_ids(whole).tolist()).count("hm") == 2
 
 
 async def test_unchanged_history_stays_in_one_trajectory(chatml: Path) -> None:
     answers = [chat_answer(Tokenizer(chatml), text) for text in ("one<|im_end|>", "two<|im_end|>")]
     streams = [
-        (await play(chatml, Chat([Turn([USER])]), answers, episode={"history": history, "tokens": 300}))[0]
+        (await play(chatml, chat(Turn([USER])), answers, episode={"history": history, "tokens": 300}))[0]
         for history in ("sampled", "template")
     ]
     assert streams[0] == streams[1]
@@ -287,7 +260,7 @@ async def test_unchanged_history_stays_in_one_trajectory(chatml: Path) -> None:
 )
 async def test_budget_ends_an_episode(chatml: Path, episode: dict[str, Any], ended: str) -> None:
     answers = [chat_answer(Tokenizer(chatml), "one<|im_end|>")] * 4
-    (trajectory,), seen, engine = await play(chatml, Chat([Turn([USER], 0.25)] * 3), answers, episode=episode)
+    (trajectory,), seen, engine = await play(chatml, chat(*[Turn([USER], 0.25)] * 3), answers, episode=episode)
     assert (trajectory.finish_reason, seen.ended) == (ended, ended)
     assert len(seen.turns) == len(engine.contexts) == {"turns": 2, "tokens": 2, "done": 4}[ended]
     assert trajectory.action_mask[-1] == 1
@@ -298,7 +271,7 @@ async def test_budget_ends_an_episode(chatml: Path, episode: dict[str, Any], end
 async def test_long_observation_is_cut_and_counted(chatml: Path, observation: Any) -> None:
     answers = [chat_answer(Tokenizer(chatml), "one<|im_end|>")] * 3
     limits = {"observation_tokens": 20, "tokens": 500}
-    env = Chat([Turn(observation), Turn([USER])])
+    env = chat(Turn(observation), Turn([USER]))
     (trajectory,), seen, _ = await play(chatml, env, answers, episode=limits)
     assert trajectory.scores["env/observations_cut"] == 1
     shown = seen.turns[0].observation
@@ -322,7 +295,7 @@ def test_short_messages_leave_their_share_to_longer_ones(chatml: Path) -> None:
 async def test_wall_clock_ends_an_episode_and_keeps_it(chatml: Path, place: str) -> None:
     tokenizer = Tokenizer(chatml)
     answers = [chat_answer(tokenizer, "one<|im_end|>"), chat_answer(tokenizer, "tw", finish_reason="abort")]
-    hanging = Chat([Turn([USER], 0.5)]) if place == "answer" else Slow([])
+    hanging = chat(Turn([USER], 0.5) if place == "answer" else HANG)
     (trajectory,), seen, _ = await play(chatml, hanging, answers, episode={"wall_s": 0.2, "tokens": 300})
     assert trajectory.finish_reason == seen.ended == "wall"
     assert seen.finish_reason == "length"
@@ -336,7 +309,7 @@ async def test_cut_before_first_token_keeps_earlier_answers(tmp_path: Path, temp
     model = build_chat_model(tmp_path, template)
     first = chat_answer(Tokenizer(model), "<think>\nhm\n</think>\n\none<|im_end|>")
     limits: dict[str, Any] = {"episode": {"history": history, "wall_s": 60, "tokens": 300}}
-    env = Chat([Turn([USER], 0.5)])
+    env = chat(Turn([USER], 0.5))
     trajectories, seen, engine = await play(model, env, [first, completion([], finish_reason="abort")], **limits)
     (trajectory,) = trajectories
     assert codec.token_ids(trajectory).tolist() == [*engine.contexts[0], *first.token_ids]
@@ -351,23 +324,12 @@ async def test_episode_without_a_token_is_lost_alone(chatml: Path, finish_reason
     empty = completion([], finish_reason=finish_reason)
     engine = Scripted([empty, one, one, empty])
     config = run_config(chatml, episode={"wall_s": 60}, group_size=3, min_episodes=2)
-    player = build_player(config, chatml, engine, env=Chat([]))
+    player = build_player(config, chatml, engine, env=chat())
     trajectories = await player.play("train", 0, samples=3)
     assert [sum(each.action_mask) for each in trajectories] == [len(one.token_ids)] * 2
     with pytest.raises(EpisodeFailed) as failed:
         await player.play("train", 0, samples=1)
     assert failed.value.reason == "generation_timeout"
-
-
-class Slow(Chat):
-    def session(self, task: Task) -> "Script":
-        return SlowScript(self)
-
-
-class SlowScript(Script):
-    async def step(self, action: Action) -> Turn:
-        never: asyncio.Future[Turn] = asyncio.Future()
-        return await never
 
 
 def broken(folder: Path, template: str) -> ChatFormat:

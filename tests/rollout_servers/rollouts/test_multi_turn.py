@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
-from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.env.base import Task, Turn
 from slipstream.models.digits import EOS, TOKENS
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import REWARDS
@@ -28,11 +28,11 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
+from tests.rollout_servers.rollouts.dialogue import HANG, Dialogue, Script
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion, ids
 
 DEADLINE_S = 30.0
 END = TOKENS.index(EOS)
-HANG = object()
 
 FIRST = completion([*ids("21"), END], version=3)
 SECOND = completion([*ids("4"), END], version=4)
@@ -49,57 +49,6 @@ class Turns(ScriptedEngine):
         self.contexts.append(list(request.prompt_ids))
         self.room.append(request.max_tokens)
         return [self.answers[list(request.prompt_ids).count(END)]]
-
-
-@dataclass
-class Dialogue:
-    """An env whose sessions return these turns; an exception is raised instead, and HANG blocks for ever."""
-
-    turns: Sequence[Any] = (Turn("5+", 0.25, metrics={"hints": 1}), Turn("", 0.5, done=True, metrics={"hints": 2}))
-    prompt: Any = "12r"
-    actions: list[Action] = field(default_factory=list)
-    opened: int = 0
-    closed: int = 0
-    closing: Any = None
-    threads: set[threading.Thread] = field(default_factory=set)
-
-    def size(self, split: Split) -> int:
-        return 1
-
-    def task(self, split: Split, index: int) -> Task:
-        return Task(prompt="unused", reference="4")
-
-    def fingerprint(self) -> str:
-        return "dialogue"
-
-    def session(self, task: Task) -> "Script":
-        self.opened += 1
-        return Script(self)
-
-
-class Script:
-    def __init__(self, env: Dialogue) -> None:
-        self.env = env
-        self.turns = iter(env.turns)
-
-    async def reset(self) -> Any:
-        return await result(self.env.prompt)
-
-    async def step(self, action: Action) -> Any:
-        self.env.actions.append(action)
-        return await result(next(self.turns))
-
-    async def close(self) -> None:
-        self.env.closed += 1
-        self.env.threads.add(threading.current_thread())
-        if self.env.closing is not None:
-            await result(self.env.closing)
-
-
-async def result(value: Any) -> Any:
-    if isinstance(value, BaseException):
-        raise value
-    return value if value is not HANG else await asyncio.Future()
 
 
 @pytest.fixture

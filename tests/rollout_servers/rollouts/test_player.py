@@ -310,13 +310,10 @@ async def test_enough_finished_answers_are_scored_at_the_deadline(player: MakePl
 @pytest.mark.parametrize(
     ("finished", "rollout", "split"),
     [
-        (1, {"min_episodes": 2}, "train"),
-        (3, {"min_episodes": 4}, "train"),
-        (1, {"group_size": 4}, "train"),
-        (0, {"min_episodes": 2}, "train"),
-        (2, {"min_episodes": 2}, "eval"),
+        (1, {"min_episodes": 2}, "train"), (3, {"min_episodes": 4}, "train"), (1, {"group_size": 4}, "train"),
+        (0, {"min_episodes": 2}, "train"), (2, {"min_episodes": 2}, "eval"),
     ],
-)
+)  # fmt: skip
 async def test_too_few_finished_answers_fail_and_count_their_tokens(
     player: MakePlayer, finished: int, rollout: dict[str, Any], split: Split
 ) -> None:

@@ -11,7 +11,7 @@ from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights.layout import Segment
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 from tests.rollout_servers.scripted import LastingEngine
-from tests.rollout_servers.weights.channel import Channel, following
+from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, following
 
 
 @pytest.fixture
@@ -30,3 +30,8 @@ async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
     await asyncio.wait([running])
     context.destroy(linger=0)
     segment.close()
+
+
+@pytest.fixture
+async def hold() -> EvaluationHold:
+    return EvaluationHold(hold_s=DEADLINE_S)

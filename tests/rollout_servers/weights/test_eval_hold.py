@@ -2,12 +2,9 @@
 
 import asyncio
 
-import pytest
-
 from slipstream.buffer.wire import messages as m
 from slipstream.rollout_servers.weights.follower import EvaluationHold
-
-DEADLINE_S = 60.0
+from tests.rollout_servers.weights.channel import DEADLINE_S
 
 
 def ticket(name: str) -> m.Ticket:
@@ -17,11 +14,6 @@ def ticket(name: str) -> m.Ticket:
 def holds(hold: EvaluationHold) -> bool:
     """Its state; a function, because mypy takes a property's value for constant."""
     return hold.active
-
-
-@pytest.fixture
-async def hold() -> EvaluationHold:
-    return EvaluationHold(hold_s=DEADLINE_S)
 
 
 async def test_an_evaluated_version_is_held_until_drained(hold: EvaluationHold) -> None:

@@ -1,12 +1,14 @@
 """A rollout server's side of the weight channel, against a learner driven by hand."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 import zmq.asyncio
 
 from slipstream.buffer.wire.codec import decode
@@ -16,7 +18,7 @@ from slipstream.buffer.wire.weights.layout import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.transports import build_transports
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
 from tests.conftest import free_port
@@ -38,48 +40,66 @@ async def test_heartbeat_has_identity_versions_and_transports(channel: Channel) 
     assert (joins[-1].version, joins[-1].staged) == (3, 3)
 
 
-async def test_late_learner_gets_current_heartbeat(tmp_path: Path) -> None:
-    config, engine = following(tmp_path), LastingEngine()
+@asynccontextmanager
+async def running(config: RunConfig, engine: LastingEngine, hold: EvaluationHold) -> AsyncIterator[None]:
+    """A rollout server's side of the channel, without a learner."""
     context = zmq.asyncio.Context()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=asyncio.Event().set)
-    running = asyncio.create_task(member.run(context))
-    for _ in range(10):  # now it would have told somebody
+    member = WeightFollower(config, "server-1", engine, hold, on_applied=lambda: None)
+    task = asyncio.create_task(member.run(context))
+    for _ in range(10):  # now it would have sent a heartbeat
         await asyncio.sleep(0)
-    engine.incarnation, engine.version = "second", 7
-    with bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20) as learner:
-        async with asyncio.timeout(DEADLINE_S):
-            _, frame = await learner.recv_multipart()
+    yield
+    task.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def learning(folder: Path, engine: LastingEngine, hold: EvaluationHold, **weights: str) -> AsyncIterator[Learner]:
+    """The learner of a server that runs."""
+    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
+    sections = {"model": {"path": folder}, "weights": {"deadline_s": DEADLINE_S, **weights, **ports}}
+    config = RunConfig.model_validate({"run": {"name": f"members-{folder.name}"}, **sections})
+    async with running(config, engine, hold):
+        publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+        learner = Learner(config, publisher)
+        await asyncio.to_thread(gathered, learner, "server-1")
+        yield learner
+    await asyncio.to_thread(learner.close)
+
+
+async def test_late_learner_gets_current_heartbeat(tmp_path: Path, hold: EvaluationHold) -> None:
+    config, engine, context = following(tmp_path), LastingEngine(), zmq.asyncio.Context()
+    address = f"tcp://127.0.0.1:{config.weights.control_port}"
+    async with running(config, engine, hold):
+        engine.incarnation, engine.version = "second", 7
+        with bind_router(context, address, max_message_bytes=1 << 20) as learner:
+            async with asyncio.timeout(DEADLINE_S):
+                _, frame = await learner.recv_multipart()
     join = decode(frame, w.FromServer)
     assert isinstance(join, w.Join)
     assert (join.incarnation, join.version) == ("second", 7)
-    running.cancel()
-    await asyncio.wait([running])
     context.destroy(linger=0)
+
+
+async def test_stop_without_learner_ends(tmp_path: Path, hold: EvaluationHold) -> None:
+    async with running(following(tmp_path), LastingEngine(), hold):
+        pass
 
 
 @needs_ipv6
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
 @pytest.mark.parametrize("bind", ["::1", "::"])
-async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: str, bind: str) -> None:
-    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
-    weights = {"host": "::1", "bind": bind, "transport": transport, "deadline_s": DEADLINE_S, **ports}
-    config = RunConfig.model_validate(
-        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
-    )
-    context, engine = zmq.asyncio.Context(), LastingEngine()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=lambda: None)
-    running = asyncio.create_task(member.run(context))
-    learner = Learner(
-        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
-    )
-    await asyncio.to_thread(gathered, learner, "server-1")
-    await asyncio.to_thread(learner.publish, 1)
-    await asyncio.to_thread(learner.wait)
-    assert (engine.version, learner.members()) == (1, {"server-1"})
-    running.cancel()
-    await asyncio.wait([running])
-    await asyncio.to_thread(learner.close)
-    context.destroy(linger=0)
+async def test_control_and_weights_travel_over_ipv6(
+    tmp_path: Path, hold: EvaluationHold, transport: str, bind: str
+) -> None:
+    engine = LastingEngine()
+    async with learning(tmp_path, engine, hold, host="::1", bind=bind, transport=transport) as learner:
+        await asyncio.to_thread(learner.publish, 1)
+        await asyncio.to_thread(learner.wait)
+        assert (engine.version, learner.members()) == (1, {"server-1"})
 
 
 async def test_version_is_received_on_announce_installed_on_apply(channel: Channel) -> None:
@@ -249,31 +269,17 @@ async def test_heartbeat_reports_the_hold_before_the_update(channel: Channel) ->
         pass
 
 
-async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Path) -> None:
-    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
-    weights = {"transport": "stream", "deadline_s": DEADLINE_S, **ports}
-    config = RunConfig.model_validate(
-        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
-    )
-    context, engine, hold = zmq.asyncio.Context(), LastingEngine(), EvaluationHold(hold_s=DEADLINE_S)
-    member = WeightFollower(config, "server-1", engine, hold, on_applied=lambda: None)
-    running = asyncio.create_task(member.run(context))
-    learner = Learner(
-        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
-    )
-    await asyncio.to_thread(gathered, learner, "server-1")
-    hold.hold(0)
-    await asyncio.to_thread(wait_until, lambda: all(member.holding for member in learner.publisher._roster))
-    for version in (1, 2, 3):
-        await asyncio.to_thread(learner.publish, version)  # returns: training goes on
-    assert engine.installed == []
-    hold.drained(0)
-    await asyncio.to_thread(learner.wait)
-    assert (engine.version, len(engine.installed), learner.publisher.metrics.evictions) == (3, 1, 0)
-    running.cancel()
-    await asyncio.wait([running])
-    await asyncio.to_thread(learner.close)
-    context.destroy(linger=0)
+async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Path, hold: EvaluationHold) -> None:
+    engine = LastingEngine()
+    async with learning(tmp_path, engine, hold, transport="stream") as learner:
+        hold.hold(0)
+        await asyncio.to_thread(wait_until, lambda: all(member.holding for member in learner.publisher._roster))
+        for version in (1, 2, 3):
+            await asyncio.to_thread(learner.publish, version)  # returns: training goes on
+        assert engine.installed == []
+        hold.drained(0)
+        await asyncio.to_thread(learner.wait)
+        assert (engine.version, len(engine.installed), learner.publisher.metrics.evictions) == (3, 1, 0)
 
 
 async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Channel) -> None:
@@ -300,16 +306,83 @@ async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) ->
     assert await channel.hears(w.Leave) == w.Leave()
 
 
-async def test_stop_without_learner_ends(tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
-    member = WeightFollower(
-        following(tmp_path), "server-1", LastingEngine(), EvaluationHold(hold_s=60.0), on_applied=lambda: None
+# --- versions that go straight into the engine, as a rollout server's side of the weight channel sees them ------------
+
+
+async def test_group_of_unknown_transport_is_refused(channel: Channel) -> None:
+    await channel.join()
+    form = w.Form(
+        transfer=3, epoch=8, transport="pigeon", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
     )
-    running = asyncio.create_task(member.run(context))
+    failed = await channel.asked(form)
+    assert (type(failed), failed.transfer, failed.stage) == (w.Failed, 3, "form")
+    assert isinstance(await channel.asked(await channel.brought(1)), w.Applied)
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
+async def test_version_is_refused_when_engine_of_group_is_gone(channel: Channel, change: dict[str, Any]) -> None:
+    await channel.entered()
+    announce = channel.direct(1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    for name, value in change.items():
+        setattr(channel.engine, name, value)
+    assert isinstance(await channel.asked(announce), w.Failed)
+    joins = [await channel.join() for _ in range(2)]  # one may have been on its way
+    assert ("nccl" in joins[-1].transports) == channel.engine.ready
+
+
+async def test_direct_version_waits_for_evaluation_before_first_byte(channel: Channel) -> None:
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.entered()
+    announce = channel.direct(2)
+    await channel.told(announce)
+    for _ in range(2):  # one may have been on its way
+        assert isinstance(await channel.hears(w.Join, w.Ready), w.Join)
+    channel.member.hold.drained(1)
+    assert await channel.hears(w.Ready) == w.Ready(transfer=announce.transfer, version=2)
+    channel.member.hold.hold(1)  # whatever comes now, generation stands still
+    sending = w.Sending(transfer=announce.transfer, version=2)
+    assert isinstance(await channel.asked(sending), w.Loaded)
+    assert isinstance(await channel.asked(w.Apply(transfer=announce.transfer, version=2)), w.Applied)
+    assert channel.engine.given_up == []
+
+
+@pytest.mark.parametrize("then", ["evicted", "another group", "another version", "nothing"])
+async def test_engine_with_partial_version_fails_when_not_applied(channel: Channel, then: str) -> None:
+    await channel.entered()
+    apply = await channel.sent(channel.direct(1, deadline_s=0.1 if then == "nothing" else DEADLINE_S))
+    match then:
+        case "evicted":
+            await channel.told(w.Evicted(reason="silent", retry_s=1.0))
+        case "another group":
+            await channel.entered()
+        case "another version":
+            assert isinstance(await channel.asked(w.Apply(transfer=apply.transfer, version=2)), w.Failed)
     async with asyncio.timeout(DEADLINE_S):
-        while not hasattr(member, "_socket"):
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait([running])
-    assert running.cancelled()
-    context.destroy(linger=0)
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
+
+
+async def test_engine_with_partial_version_fails_without_learner(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiving, gone = asyncio.Event(), asyncio.Event()
+
+    async def install(version: int, manifest: w.Manifest, source: DirectSource) -> None:
+        receiving.set()
+        await gone.wait()
+        await source.approval()
+
+    await channel.entered()
+    monkeypatch.setattr(channel.engine, "install", install)
+    announce = channel.direct(1, deadline_s=0.1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    await channel.told(w.Sending(transfer=announce.transfer, version=1))
+    async with asyncio.timeout(DEADLINE_S):
+        await receiving.wait()
+        channel.learner.close(linger=0)
+        while await channel.member._socket.poll(0, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
+            await asyncio.sleep(0.01)
+        gone.set()
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1

@@ -35,7 +35,7 @@ def test_busy_and_shared_ports_are_named_with_their_keys(tmp_path: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, redis = taken.getsockname()[1], free_port()
         overrides = [f"redis.port={redis}", f"buffer.bind=tcp://127.0.0.1:{port}", "weights.transport=shm"]
-        busy, shared = port_problems(demo_config(tmp_path, *overrides, f"weights.control_port={redis}"))
+        busy, shared = port_problems(needed_ports(demo_config(tmp_path, *overrides, f"weights.control_port={redis}")))
     assert busy.startswith(f"buffer.bind: port {port} ")
     assert "buffer.endpoint" in busy
     assert shared.startswith(f"weights.control_port: port {redis} ")
@@ -56,12 +56,12 @@ def test_continued_run_has_its_ports_again_unless_they_are_busy(tmp_path: Path) 
     folder = demo_config(tmp_path).paths
     base = choose_port_base(folder)
     begun = demo_config(tmp_path, f"run.port_base={base}")
-    assert not port_problems(begun)
+    assert not port_problems(needed_ports(begun))
     create_run_folder(begun.paths, begun)
     assert choose_port_base(folder) == base
     with socket.create_server(("127.0.0.1", begun.weights.stream_port)):
         other = demo_config(tmp_path, f"run.port_base={choose_port_base(folder)}")
-        assert not port_problems(other)
+        assert not port_problems(needed_ports(other))
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,5 @@ def test_continued_run_has_its_ports_again_unless_they_are_busy(tmp_path: Path) 
     ],
 )
 def test_ports_are_chosen_only_on_loopback(tmp_path: Path, override: str, confined: bool) -> None:
-    assert is_confined(demo_config(tmp_path, override)) == confined
+    config = demo_config(tmp_path, override)
+    assert is_confined(config.buffer, config.weights) == confined

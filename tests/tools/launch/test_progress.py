@@ -44,12 +44,28 @@ def drawn(progress: Progress, *, width: int = 100) -> str:
 def test_table_shows_all_figures_of_a_step() -> None:
     text = drawn(apply_metrics(apply_metrics(replace(START, elapsed_s=75.0), STEP), EVAL))
     for part in (
-        "demo", "1:15", "17 of 400", "policy version 18", "0.412", "exact-match 0.053",
+        "demo",
+        "1:15",
+        "17 of 400",
+        "policy version 18",
+        "0.412",
+        "exact-match 0.053",
         "greedy 0.930 (version 16)",
-        "mean 1.21", "max 3", "limit 4", "in flight 64", "ready 12", "leased 32", "0.065 s per step",
-        "11,900 generated", "23,600 trained", "learner 6%", "generator 21%", "generator waits",
-        "sync 20 ms", "generation stalled 11 ms",
-    ):  # fmt: skip
+        "mean 1.21",
+        "max 3",
+        "limit 4",
+        "in flight 64",
+        "ready 12",
+        "leased 32",
+        "0.065 s per step",
+        "11,900 generated",
+        "23,600 trained",
+        "learner 6%",
+        "generator 21%",
+        "generator waits",
+        "sync 20 ms",
+        "generation stalled 11 ms",
+    ):
         assert part in text
 
 
@@ -208,12 +224,10 @@ def test_plain_screen_prints_a_message_once(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("terminal", "plain", "screen"),
     [
-        ("xterm-256color", False, LiveScreen),
-        ("xterm-256color", True, PlainScreen),
-        ("dumb", False, PlainScreen),
+        ("xterm-256color", False, LiveScreen), ("xterm-256color", True, PlainScreen), ("dumb", False, PlainScreen),
         ("unknown", False, PlainScreen),
     ],
-)
+)  # fmt: skip
 def test_live_screen_needs_a_capable_terminal(
     terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -140,7 +140,7 @@ def torn(tmp_path: Path) -> AppendOnlyFile:
 
 def test_script_torn_at_any_byte_is_cut(torn: AppendOnlyFile) -> None:
     """The last script stores a group."""
-    for end in range(torn.script, len(torn.content)):
+    for end in [torn.script, torn.script + 1, *range(torn.script + 2, len(torn.content) - 1, 5), len(torn.content) - 1]:
         torn.tear(end)
         assert cut_unfinished_script(torn.config.paths.redis) == end - torn.script
         assert torn.path.stat().st_size == torn.script

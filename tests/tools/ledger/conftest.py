@@ -22,10 +22,10 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
-from slipstream.tools.cli import main
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.buffer.groups import train_group
 from tests.conftest import free_port
+from tests.tools.conftest import CommandLine
 
 TASKS = 20
 SERVER = "r0"
@@ -40,26 +40,9 @@ MakeRun = Callable[..., RunConfig]
 Result = TypeVar("Result")
 
 
-class CommandLine:
-    """Runs `slipstream ledger`."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.out = ""
-        self.err = ""
-
-    def __call__(self, *arguments: object) -> int:
-        """The exit code; the output is in `out` and `err`."""
-        with pytest.raises(SystemExit) as ended:
-            main(["ledger", *map(str, arguments)])
-        self.out, self.err = self._capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code
-
-
 @pytest.fixture
 def ledger(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
+    return CommandLine(capsys, "ledger")
 
 
 @pytest.fixture

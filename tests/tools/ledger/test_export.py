@@ -20,7 +20,8 @@ from slipstream.models.folder import initial_model
 from slipstream.tools.ledger import export
 from slipstream.tools.transcript import decoder_of
 from tests.buffer.groups import trajectory
-from tests.tools.ledger.conftest import SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
+from tests.tools.conftest import CommandLine
+from tests.tools.ledger.conftest import SOUND, TASKS, MakeRun, delivered, on, play, spill, start
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.models.folder import initial_model
 from tests.buffer.groups import train_group
-from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
+from tests.tools.conftest import CommandLine
+from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, MakeRun, delivered, on, play, spill, start
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.tools.launch.redis import served_copy
 from tests.conftest import free_port
-from tests.tools.ledger.conftest import SOUND, CommandLine, MakeRun, embedded, play
+from tests.tools.conftest import CommandLine
+from tests.tools.ledger.conftest import SOUND, MakeRun, embedded, play
 
 
 @pytest.fixture

@@ -12,19 +12,11 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.golden import INPUTS, SHAPE
 
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
-    "grpo": {"epsilon": 1e-6},
-    "dr_grpo": {},
-    "grpo_passk": {"divide_by_std": False, "epsilon": 1e-6},
-    "gdpo": {"epsilon": 1e-6},
-    "rloo": {},
-    "opo": {},
-    "remax": {},
-    "reinforce_plus_plus": {"gamma": 0.9},
-    "reinforce_plus_plus_baseline": {},
-    "gpg": {"scale_up_for": "no_advantage"},
-    "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None},
-    "optimal_token_baseline": {"epsilon": 1e-8},
-}
+    "grpo": {"epsilon": 1e-6}, "dr_grpo": {}, "grpo_passk": {"divide_by_std": False, "epsilon": 1e-6},
+    "gdpo": {"epsilon": 1e-6}, "rloo": {}, "opo": {}, "remax": {}, "reinforce_plus_plus": {"gamma": 0.9},
+    "reinforce_plus_plus_baseline": {}, "gpg": {"scale_up_for": "no_advantage"},
+    "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None}, "optimal_token_baseline": {"epsilon": 1e-8},
+}  # fmt: skip
 """Arguments of the built-in advantages."""
 ROWS = ("mask_BT", "rewards_BT", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
 """Tensors with a row for each episode."""
@@ -59,15 +51,12 @@ def golden_batch() -> AdvantageInputs:
     """The batch of the reference figures, with log-probs, collisions and reward terms of our own."""
     probability_BT = INPUTS["target_logprobs"].exp()
     return AdvantageInputs(
-        mask_BT=INPUTS["mask"],
-        rewards_BT=rewards_at_the_end(INPUTS["reward"], INPUTS["mask"]),
+        mask_BT=INPUTS["mask"], rewards_BT=rewards_at_the_end(INPUTS["reward"], INPUTS["mask"]),
         groups=Groups(torch.arange(SHAPE["rows"]) // SHAPE["group_size"], SHAPE["groups"]),
         terms=RewardTerms(torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]), vector(1.0, -0.3)),
-        greedy_rewards_B=INPUTS["greedy_reward"],
-        values_BT=INPUTS["values"],
-        logprobs_BT=INPUTS["target_logprobs"],
+        greedy_rewards_B=INPUTS["greedy_reward"], values_BT=INPUTS["values"], logprobs_BT=INPUTS["target_logprobs"],
         collision_BT=collision_of_two(probability_BT),
-    )
+    )  # fmt: skip
 
 
 def collision_of_two(probability_BT: Tensor) -> Tensor:

@@ -33,11 +33,6 @@ def test_discounted_sums_are_those_of_recursion(numbers: list[int], discount: fl
     torch.testing.assert_close(discounted_sum(matrix(numbers), discount), matrix(expected[:-1]))
 
 
-def test_each_row_may_have_its_own_discount() -> None:
-    ours_BT = discounted_sum(matrix([0, 0, 1], [0, 0, 1]), matrix([0.5], [0]))
-    torch.testing.assert_close(ours_BT, matrix([0.25, 0.5, 1], [0, 0, 1]))
-
-
 @pytest.mark.parametrize(
     ("rewards_BT", "discount", "expected_BT"),
     [
@@ -106,14 +101,6 @@ def of_two_tokens(rewards: list[float], probability_BT: Tensor, lengths: list[in
     return replace(batch([rewards], lengths), logprobs_BT=probability_BT.log(), collision_BT=collision_BT)
 
 
-def test_weight_is_squared_norm_of_logit_gradient() -> None:
-    logits_V = torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
-    probability_V = logits_V.softmax(0).detach()
-    (gradient_V,) = torch.autograd.grad(logits_V.log_softmax(0)[2], logits_V)
-    weight = 1 - 2 * probability_V[2] + probability_V.square().sum()
-    torch.testing.assert_close(gradient_V.square().sum(), weight)
-
-
 HALF = matrix([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
 
 
@@ -122,25 +109,22 @@ HALF = matrix([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
     [
         # Norms 0.5 and 0.02 of the first episode's actions, 0.5 and 0.5 of the second's.
         (
-            of_two_tokens([1.0, 3.0], matrix([0.5, 0.9], [0.5, 0.5]), [2, 2]),
-            1e-12,
+            of_two_tokens([1.0, 3.0], matrix([0.5, 0.9], [0.5, 0.5]), [2, 2]), 1e-12,
             matrix([1 - 2, 1 - 3.52 / 1.52], [3 - 2, 3 - 3.52 / 1.52]),
         ),
         (of_two_tokens([1.0, 3.0, 5.0], HALF, [1, 2, 2]), 1e-12, matrix([-2, 0], [0, -1], [2, 1])),
         (
-            replace(of_two_tokens([0.0, 0.0], HALF[:2], [2, 2]), rewards_BT=matrix([4, 1], [0, 1])),
-            1e-12,
+            replace(of_two_tokens([0.0, 0.0], HALF[:2], [2, 2]), rewards_BT=matrix([4, 1], [0, 1])), 1e-12,
             matrix([2, 0], [-2, 0]),
         ),
         (of_two_tokens([2.0], matrix([0.5]), [1]), 0.5, matrix([1])),
         # Rounding makes the norm of a certain action negative.
         (
             replace(of_two_tokens([1.0, 0.0], torch.ones_like(HALF[:2]), [2, 2]), collision_BT=HALF[:2] * 2 - 1e-7),
-            1e-8,
-            matrix([1, 1], [0, 0]),
+            1e-8, matrix([1, 1], [0, 0]),
         ),
     ],
     ids=["weighted mean", "ended episode", "reward to go", "epsilon", "certain actions"],
-)
+)  # fmt: skip
 def test_optimal_token_baseline(inputs: AdvantageInputs, epsilon: float, expected_BT: Tensor) -> None:
     torch.testing.assert_close(optimal_token_baseline(inputs, epsilon=epsilon), expected_BT)

@@ -19,12 +19,9 @@ def trajectory(ratios: Sequence[float], advantages: Sequence[float], logprob: fl
     logprobs_BT = torch.full((1, len(ratios)), logprob, dtype=torch.float64)
     proximal_BT = logprobs_BT - torch.tensor([[math.log(ratio) for ratio in ratios]], dtype=torch.float64)
     return LossInputs(
-        logprobs_BT=logprobs_BT.requires_grad_(),
-        proximal_logprobs_BT=proximal_BT,
-        behaviour_logprobs_BT=proximal_BT,
-        advantages_BT=torch.tensor([list(advantages)], dtype=torch.float64),
-        mask_BT=torch.ones_like(logprobs_BT),
-    )
+        logprobs_BT=logprobs_BT.requires_grad_(), proximal_logprobs_BT=proximal_BT, behaviour_logprobs_BT=proximal_BT,
+        advantages_BT=torch.tensor([list(advantages)], dtype=torch.float64), mask_BT=torch.ones_like(logprobs_BT),
+    )  # fmt: skip
 
 
 def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
@@ -54,11 +51,9 @@ def random_inputs(seed: int = 3, *, rows: int = 8, actions: int = 7) -> LossInpu
     mask_BT[rows // 2] = 0.0
     return LossInputs(
         logprobs_BT=(proximal_BT - 0.5 * normal().abs() * normal().sign()).clamp(max=-0.01).requires_grad_(),
-        proximal_logprobs_BT=proximal_BT,
-        behaviour_logprobs_BT=proximal_BT + 0.3 * normal(),
-        advantages_BT=normal(),
+        proximal_logprobs_BT=proximal_BT, behaviour_logprobs_BT=proximal_BT + 0.3 * normal(), advantages_BT=normal(),
         mask_BT=mask_BT,
-    )
+    )  # fmt: skip
 
 
 def mapped(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:

@@ -22,13 +22,9 @@ from tests.learner.algorithms.losses.batches import gradient, mapped, of_rows, r
 SECTION: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 # Settings by which some of the random actions are clipped and some are not.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ppo": {"dual_clip": 1.5},
-    "decoupled_ppo": {"dual_clip": 1.5},
-    "gspo": {"clip_low": 0.1, "clip_high": 0.1},
-    "kl_cov": {"ratio": 0.3},
-    "clip_cov": {"ratio": 0.2, "cov_low": 0.0},
-}
-UNCLIPPED = {"sapo", "dro", "kl_cov", "reinforce", "kimi"}
+    "ppo": {"dual_clip": 1.5}, "decoupled_ppo": {"dual_clip": 1.5}, "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "kl_cov": {"ratio": 0.3}, "clip_cov": {"ratio": 0.2, "cov_low": 0.0},
+}  # fmt: skip
 FROZEN_WEIGHT = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "topr"}
 MICRO_BATCH_MEANS = {"clip_cov", "kl_cov"}
 """Losses that compare an action with the others of its micro-batch."""
@@ -50,16 +46,6 @@ def figure(name: str, inputs: LossInputs, totals: Totals) -> Tensor:
     """A micro-batch's part of the loss, by the loss's own aggregation."""
     terms = terms_of(name, inputs)
     return aggregate(terms.loss_BT, inputs.mask_BT, section(name).aggregation, totals, horizon=10, constant=None)
-
-
-@all_losses
-def test_random_actions_cover_both_branches(name: str) -> None:
-    inputs = random_inputs()
-    terms = terms_of(name, inputs)
-    assert terms.loss_BT.requires_grad
-    assert not terms.clipped_BT.requires_grad
-    clipped = terms.clipped_BT.sum()
-    assert clipped == 0 if name in UNCLIPPED else 0 < clipped < inputs.mask_BT.sum(), "a branch would go unchecked"
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES.built_in) - FROZEN_WEIGHT))

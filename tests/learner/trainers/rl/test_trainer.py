@@ -100,11 +100,9 @@ def test_throttle_and_kl_coefficient_are_resumed(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     config = make_config(
-        steps=9,
-        checkpoint={"every_steps": 1},
-        kl={"coefficient": 0.1, "target": 10.0, "horizon": 1},
+        steps=9, checkpoint={"every_steps": 1}, kl={"coefficient": 0.1, "target": 10.0, "horizon": 1},
         throttle={"max_kl": 1e-9, "hold_steps": 0, "learning_rate": True},
-    )
+    )  # fmt: skip
     first = learner_that_continues(2, config, world)
     first.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
     first.run()

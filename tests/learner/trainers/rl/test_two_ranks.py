@@ -1,4 +1,4 @@
-"""Two learner ranks under torchrun: their results on recorded groups equal those of one rank."""
+"""Two learner ranks: their results on recorded groups equal those of one rank."""
 
 import json
 import os
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[4]
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """The files of a torchrun job of two ranks."""
+    """The files of two ranks."""
 
     config: RunConfig
     folder: Path
@@ -56,9 +56,9 @@ class TwoRanks:
 
 @pytest.fixture(scope="module")
 def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
-    """Two learner ranks under torchrun have trained on recorded groups."""
+    """Two learner ranks have trained on recorded groups."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    config = run_config(digits_model, folder)
+    config = run_config(digits_model, folder, token_budget=80)
     record(folder / "groups", RECORDED_STEPS, config)
     write_vision_model(folder / "vision")
     described = shutil.copytree(digits_model, folder / "changed") / "config.json"
@@ -66,8 +66,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     write_experts(folder / "experts")
     record_with_experts(folder / "groups-with-experts", 2, config)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    command += [str(free_port()), "--module", "tests.learner.trainers.rl.two_ranks", str(folder)]
+    command = [sys.executable, "-m", "tests.learner.trainers.rl.two_ranks", str(folder), str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -175,15 +174,11 @@ def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World
 def test_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
     host, folder = socket.gethostname(), two_ranks.folder
     patterns = {
-        "no room": rf"{folder / 'full'}.*rank 1",
-        "folders apart": f"rank 1 on {host}",
-        "checkpoints apart": rf"step-{STEPS:06d}: checksums\.json.*rank 1",
-        "model in groups": str(folder / "groups"),
-        "model in nowhere": r"nowhere.*rank 1",
-        "model in changed": "other files.*rank 1",
-        "settings apart": r"rank 1: learner\.optimizer.*lr=1e-09",
-        "ruined": "step 1 .*1 updates were skipped",
-    }
+        "no room": rf"{folder / 'full'}.*rank 1", "folders apart": f"rank 1 on {host}",
+        "checkpoints apart": rf"step-{STEPS:06d}: checksums\.json.*rank 1", "model in groups": str(folder / "groups"),
+        "model in nowhere": r"nowhere.*rank 1", "model in changed": "other files.*rank 1",
+        "settings apart": r"rank 1: learner\.optimizer.*lr=1e-09", "ruined": "step 1 .*1 updates were skipped",
+    }  # fmt: skip
     for name, pattern in patterns.items():
         for error in two_ranks.results(name):
             assert re.search(pattern, error), name

@@ -1,9 +1,10 @@
-"""One learner rank under torchrun: trains on recorded groups, saves a checkpoint, exports the model.
+"""Two learner ranks that train on recorded groups, save a checkpoint, and export the model.
 
-python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.trainers.rl.two_ranks FOLDER
+python -m tests.learner.trainers.rl.two_ranks FOLDER PORT
 """
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,18 +12,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import create_autospec, patch
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.checkpoint import (
@@ -31,7 +32,6 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.cli import end_process
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.packing import MicroBatch
@@ -56,8 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whitened": {"advantage": "reinforce_plus_plus"},
     "reference": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "correction": {"correction": {"normalise": True, "second_moment": 0.5, "veto": 1e-4}},
-    **{mode: {"loss": {"aggregation": mode, "entropy_bonus": 0.01}} for mode in get_args(Aggregation)[:-1]},
-    "constant": {"loss": {"aggregation": "constant", "constant": 64.0}},
+    "aggregation": {"loss": {"aggregation": "seq-mean-token-mean", "entropy_bonus": 0.01}},
     "lora": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "muon": {"optimizer": {"name": "muon", "lr": 1e-3, "warmup_steps": 0}},
     "selective": {"activation_checkpointing": "selective"},
@@ -232,12 +231,12 @@ def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World
     return exit_code(loop)
 
 
-def main(folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> None:
     """Trains, and fails in several ways.
 
     Leaves `figures.json`, `variants.json`, `results-<rank>.json`, `exported/` and the run's folder in `folder`.
     """
-    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
     settings_apart = refusal_of_other_settings(config, world)
@@ -284,6 +283,12 @@ def main(folder: Path) -> None:
     leave_world()
 
 
+def main(folder: Path, port: str) -> None:
+    """Forks the ranks: so torch and transformers are imported only once."""
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    start_processes(run_rank, args=(folder,), nprocs=2, start_method="fork")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    end_process(0)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,7 +6,6 @@ Only NCCL and CUDA are missing here: gloo takes their place, in SGLang's process
 import os
 import threading
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,17 @@ class Group:
 
     Attributes:
         buckets: how many were broadcast.
+        hangs_at: the bucket that never leaves.
     """
 
-    def __init__(self, store: PrefixStore, world: int, *, hangs_at: int | None) -> None:
-        """Bucket `hangs_at` never leaves."""
+    def __init__(self, store: PrefixStore, world: int) -> None:
         self._group: Any = ProcessGroupGloo(PrefixStore("cpu/", store), 0, world, timedelta(seconds=PATIENCE_S))
-        self._hangs_at = hangs_at
+        self.hangs_at: int | None = None
         self._aborted = threading.Event()
         self.buckets = 0
 
     def broadcast(self, packed: Tensor, root: int) -> Any:
-        if self.buckets == self._hangs_at:
+        if self.buckets == self.hangs_at:
             self._aborted.wait()
             raise RuntimeError("aborted")
         self.buckets += 1
@@ -52,36 +51,26 @@ class Group:
         self._aborted.set()
 
 
-@dataclass
-class Groups:
-    """Those of the learner, in the order in which they were made."""
-
-    made: list[Group] = field(default_factory=list)
-    hangs_at: int | None = None
-
-    def process_group(self, store: PrefixStore, world: int) -> Group:
-        self.made.append(Group(store, world, hangs_at=self.hangs_at))
-        return self.made[-1]
-
-
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
-    groups = Groups()
-    monkeypatch.setattr(f"{TRANSPORT}.process_group", groups.process_group)
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """Those of the learner, in the order in which they were made."""
+    made: list[Group] = []
+
+    def process_group(store: PrefixStore, world: int) -> Group:
+        made.append(Group(store, world))
+        return made[-1]
+
+    monkeypatch.setattr(f"{TRANSPORT}.process_group", process_group)
     monkeypatch.setattr(f"{SGLANG}.protocol.BACKEND", "gloo")
     monkeypatch.setattr(f"{SGLANG}.engine.uses_nccl", lambda settings, gpu: True)
-    return groups
+    return made
 
 
 def over_nccl(folder: Path, *, deadline_s: float = 60.0) -> AbstractAsyncContextManager[Run]:
     return run(folder, SglangTransport, {"name": "sglang", "python": os.environ[SGLANG_PYTHON]}, deadline_s=deadline_s)
 
 
-async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, groups: Groups) -> None:
-    async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
-        await published_while_it_generates(at, engine, groups, tokens=300)
-
-
-async def test_hanging_broadcast_restarts_the_server(tmp_path: Path, groups: Groups) -> None:
+async def test_versions_are_broadcast_until_one_breaks_off(tmp_path: Path, groups: list[Group]) -> None:
     async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+        await published_while_it_generates(at, engine, groups, tokens=300)
         await broken_off_half_way(at, engine, groups)

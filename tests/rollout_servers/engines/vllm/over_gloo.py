@@ -49,7 +49,6 @@ class Communicators:
     def __init__(self) -> None:
         self._stores: list[TCPStore] = []
         self.made: list[Communicator] = []
-        self.hangs_at: int | None = None
 
     def new_id(self) -> bytes:
         """Another one."""
@@ -59,7 +58,6 @@ class Communicators:
     def of_rank_0(self, unique_id: bytes, world: int, device: int) -> Communicator:
         """The learner's of one group."""
         self.made.append(Communicator(unique_id, 0, world))
-        self.made[-1].hangs_at = self.hangs_at
         return self.made[-1]
 
 

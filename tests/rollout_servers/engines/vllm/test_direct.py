@@ -16,11 +16,7 @@ from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS
 from tests.rollout_servers.engines.direct import Run, broken_off_half_way, published_while_it_generates, run
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
 
-pytestmark = [
-    NEEDS_VLLM,
-    VLLM_WARNINGS,
-    pytest.mark.usefixtures("vllm_environment"),
-]
+pytestmark = [NEEDS_VLLM, VLLM_WARNINGS, pytest.mark.usefixtures("vllm_environment")]
 ROOT = Path(__file__).parents[4]
 NCCL = "slipstream.learner.weights.broadcast"
 WORKER = "tests.rollout_servers.engines.vllm.worker_over_gloo.StagedWorker"
@@ -44,16 +40,12 @@ def over_nccl(folder: Path, *, deadline_s: float = 60.0, **options: Any) -> Abst
     return run(folder, NcclTransport, engine, deadline_s=deadline_s)
 
 
-async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, communicators: Communicators) -> None:
-    async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
-        await published_while_it_generates(at, engine, communicators, tokens=900)
-
-
-async def test_broken_broadcast_restarts_the_engine(tmp_path: Path, communicators: Communicators) -> None:
+async def test_versions_are_broadcast_until_one_breaks_off(tmp_path: Path, communicators: Communicators) -> None:
     unlooked_at: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unlooked_at.append(context))
-    async with over_nccl(tmp_path, deadline_s=10.0) as at, at.server("server-1") as engine:
-        await broken_off_half_way(at, engine, communicators)
+    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+        await published_while_it_generates(at, engine, communicators.made, tokens=900)
+        await broken_off_half_way(at, engine, communicators.made)
     gc.collect()
     assert unlooked_at == []
 

@@ -61,8 +61,7 @@ async def install(engine: Engine, model: Any, config: RunConfig, *, version: int
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family == "qwen2_5_vl" else pytest.mark.soak) for family in FAMILIES],
+    "family", [pytest.param(family, marks=() if family == "qwen2_5_vl" else pytest.mark.soak) for family in FAMILIES]
 )
 async def test_engine_agrees_with_the_learner(family: str, tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "model", family)

@@ -1,8 +1,5 @@
 """vLLM in a thread of this process; tests/contract/test_engine.py has what all engines share."""
 
-import asyncio
-import importlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +7,8 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import EngineError, EngineSettings
-from tests.contract.engines import VLLM_WARNINGS, Kind, VllmInline
-from tests.contract.subject import DEADLINE_S, Subject
+from slipstream.rollout_servers.engines.base import EngineSettings
+from tests.contract.engines import VLLM_WARNINGS
 
 pytestmark = [pytest.mark.usefixtures("vllm_environment"), VLLM_WARNINGS]
 
@@ -43,27 +39,20 @@ async def test_async_scheduling_with_stale_cache_is_refused(tmp_path: Path) -> N
         await inline.InlineEngine.start(settings(tmp_path, stale=True, async_scheduling=True))
 
 
-async def test_hanging_step_fails_pressure_and_requests(tmp_path: Path) -> None:
-    # The tool `search`, or a plug-in, may have imported it: vLLM looks for kernels in all modules.
-    importlib.import_module("numba")
-    subject = await Subject.start(Kind(VllmInline(), {"core": "inline"}), tmp_path / "model")
-    engine, hangs, continues = subject.engine, threading.Event(), threading.Event()
-    step = engine._stepped.llm.step
+# --- completions from vLLM's outputs ----------------------------------------------------------------------------------
 
-    def hang() -> object:
-        hangs.set()
-        continues.wait(DEADLINE_S)
-        return step()
 
-    try:
-        engine._stepped.llm.step = hang
-        waiting = asyncio.ensure_future(subject.answers())
-        await asyncio.to_thread(hangs.wait, DEADLINE_S)
-        engine._thread._deadline_s = 0.5
-        async with asyncio.timeout(DEADLINE_S):
-            for call in (engine.pressure(), waiting):
-                with pytest.raises(EngineError, match=r"0\.5 s"):
-                    await call
-    finally:
-        continues.set()
-        await subject.close()
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("error", "abort"), (None, "abort")],
+)
+def test_unfinished_answer_is_aborted(reason: str | None, expected: str) -> None:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+    from slipstream.rollout_servers.engines.vllm.engine import completions
+
+    answer = CompletionOutput(0, "", [7, 8], None, FlatLogprobs(logprobs=[-1.0, -2.0]), finish_reason=reason)
+    answer.weight_versions = [WeightVersionSpan("3", 0, 2)]
+    (completion,) = completions(RequestOutput("1", None, [1], None, [answer], finished=True))
+    assert (completion.finish_reason, list(completion.token_ids)) == (expected, [7, 8])

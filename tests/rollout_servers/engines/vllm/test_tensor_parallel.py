@@ -9,11 +9,7 @@ from slipstream.rollout_servers.weights.verify import verify
 from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS, Kind, VllmProcess
 from tests.contract.subject import PROMPT, Subject, children
 
-pytestmark = [
-    pytest.mark.soak,
-    NEEDS_VLLM,
-    VLLM_WARNINGS,
-]
+pytestmark = [pytest.mark.soak, NEEDS_VLLM, VLLM_WARNINGS]
 
 
 async def test_workers_load_their_shards_after_an_unreadable_version(tmp_path: Path) -> None:
