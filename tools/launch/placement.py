@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 Role = Literal["redis", "buffer", "rollout", "learner"]
 GPUS_OF_AN_ENGINE: Final = (
-    ("tensor_parallel_size", "tp_size"),
-    ("pipeline_parallel_size", "pp_size"),
-    ("data_parallel_size", "dp_size"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("tp_size", "pp_size", "dp_size"),  # SGLang's other names
 )
-"""Options of engines whose product is the number of their GPUs, each by the names that vLLM and SGLang have for it."""
+"""Options of engines whose product is the number of their GPUs."""
 MEMORY_SHARES: Final = ("gpu_memory_utilization", "mem_fraction_static")
 """Options with an engine's share of a GPU's memory; without them it takes nearly all."""
 Summary = Mapping[str, Any]
@@ -138,9 +137,16 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
 
 
 def gpus_per_server(engine: EngineConfig) -> int:
-    """GPUs that one engine uses."""
-    return prod(int(next((engine.options[name] for name in names if name in engine.options), 1))
-                for names in GPUS_OF_AN_ENGINE)  # fmt: skip
+    """GPUs that one engine uses. Raises: ConfigError when an option is no number of GPUs."""
+    given = [(name, engine.options[name]) for name in GPUS_OF_AN_ENGINE if name in engine.options]
+    problems = [
+        f"rollout.engine.options.{name}={size!r} must be a whole number from 1"
+        for name, size in given
+        if not isinstance(size, int) or size < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return prod(size for _, size in given)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -232,8 +238,10 @@ def _gpu_problems(learner: LearnerConfig, ranks: int, gpus: Sequence[int]) -> li
     """Named GPUs that are not one for each rank."""
     if ranks <= len(gpus) or not gpus:
         return []
-    return [f"learner.ranks={learner.ranks}: {ranks} ranks need a GPU each, but there are {_gpus(len(gpus))} for the "
-            f"learner: {_ranges(gpus)}; lower it, or name more under gpus.learner"]  # fmt: skip
+    return [
+        f"learner.ranks={learner.ranks}: {ranks} ranks need a GPU each, but there are {_gpus(len(gpus))} for the "
+        f"learner: {_ranges(gpus)}; lower it, or name more under gpus.learner"
+    ]
 
 
 def _sharing_problems(machine: Machine, config: RunConfig, shared: set[int]) -> list[str]:

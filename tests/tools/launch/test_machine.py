@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.launch.machine import chosen_gpus, parse_gpus, this_machine
 
 TABLE = "0, NVIDIA H100 80GB HBM3, 81559\n1, NVIDIA A100-SXM4-40GB, 40960\n2, NVIDIA H100 MIG, [N/A]\n"
@@ -23,6 +24,27 @@ def test_visible_gpus_keep_their_order(visible: str | None, ids: list[str]) -> N
     gpus = chosen_gpus(parse_gpus(TABLE), visible)
     assert [gpu.id for gpu in gpus] == ids
     assert all(gpu.memory_bytes >= 40 << 30 for gpu in gpus)
+
+
+def test_visible_gpus_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.tools.launch.machine.QUERY", ("printf", TABLE))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.id for gpu in this_machine().gpus] == ["1"]
+
+
+@pytest.mark.parametrize("query", [("no-such-program",), ("false",)], ids=["absent", "fails"])
+def test_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch, query: tuple[str, ...]) -> None:
+    monkeypatch.setattr("slipstream.tools.launch.machine.QUERY", query)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert this_machine().gpus == ()
+
+
+def test_driver_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.tools.launch.machine.QUERY", ("sleep", "600"))
+    monkeypatch.setattr("slipstream.tools.launch.machine.QUERY_S", 0.05)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SlipstreamError, match="sleep 600"):
+        this_machine()
 
 
 def test_hidden_gpus_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,8 @@ def test_record_and_table_have_every_process() -> None:
         (4, ["learner.ranks=4"], ["learner.ranks=4", "1 + 4", "4 GPUs"]),
         (2, [TP2], ["2 GPUs each", "2 + 1"]),
         (1, [TP2], ["2 + 1", "1 GPU"]),
+        (4, ["rollout.engine.options={tensor_parallel_size: 0}"], ["tensor_parallel_size=0"]),
+        (4, ["rollout.engine.options={tp_size: two}"], ["tp_size='two'"]),
         (8, ["learner.parallel={cp: 8}"], ["1 + 8", "8 GPUs"]),
         (8, ["gpus={rollout: '0-2'}", TP2], ["rollout.servers=auto", "3 GPUs", "2 of each"]),
         (8, ["gpus={rollout: '0-5'}", "rollout.servers=4"], ["rollout.servers=4", "6 GPUs", "4 times"]),
