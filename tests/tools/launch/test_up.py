@@ -1,5 +1,6 @@
 """`slipstream up` in a process of its own."""
 
+import json
 import os
 import shutil
 import signal
@@ -319,6 +320,19 @@ def test_full_disk_ends_the_run_after_a_while(
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "runs" / "demo") in line
     assert "full" in line
+
+
+def test_summary_has_placement_and_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "import os, signal\nif os.environ['SLIPSTREAM_PROCESS'].startswith('learner'): os._exit(0)\nsignal.pause()\n"
+    module(tmp_path, monkeypatch, ends, instead_of=[*MODULES])
+    with launching(tmp_path, "rollout.servers=2", "learner.ranks=2") as (launch, config, supervisor):
+        config.paths.summary.write_text('{"steps": 7}')
+        assert launch.run(undo_steps=False) == 0
+        assert supervisor.children == {}
+    summary = json.loads(config.paths.summary.read_text())
+    assert (summary["steps"], summary["restarts"]) == (7, {})
+    names = {"redis", "buffer", "rollout", "rollout-1", "learner", "learner-1"}
+    assert summary["placement"]["processes"].keys() == names
 
 
 def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
