@@ -31,7 +31,7 @@ def main() -> None:
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("buffer.cli").error("buffer failed", error=problem)
-        sys.exit(1)
+        sys.exit(error.exit_code)
 
 
 async def serve(config: "RunConfig") -> int:

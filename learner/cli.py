@@ -76,7 +76,7 @@ def _exit_code(training: Callable[[], None], paths: "RunPaths") -> int:
     except SlipstreamError as error:
         for problem in error.problems:
             log.error("learner failed", error=problem)
-        return 1
+        return error.exit_code
     except OSError as error:  # of the run's files, such as a full disk
         log.error("learner failed", error=f"{error}; see that {paths.root} has room and may be written to")
         return 1

@@ -13,6 +13,8 @@ from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, r
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
 
+PROCESS_VARIABLE = "SLIPSTREAM_PROCESS"
+"""Environment variable with the name of this server's log, set by `slipstream up`."""
 GC_OBJECTS = 50_000
 """New objects, less freed ones, after which Python looks for cycles among them."""
 
@@ -39,9 +41,8 @@ def main() -> None:
     # Before torch is imported: its threads would spin on the cores that the engine needs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     name = server_name()
-    # `slipstream up` starts one server and follows its log; servers on other hosts may share the folder.
-    process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
-    start_log(config.paths, process, level=config.run.log_level, server=name)
+    # `slipstream up` follows the logs of its servers; those on other hosts may share the folder.
+    start_log(config.paths, os.environ.get(PROCESS_VARIABLE, name), level=config.run.log_level, server=name)
     raise_malloc_thresholds()
     # Requests and episodes are many objects in few cycles: at the default threshold, 700, collections cost some
     # percent of the CPU time of short answers.
@@ -56,7 +57,7 @@ def main() -> None:
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("rollout.cli").error("rollout server failed", error=problem)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     finally:
         # Otherwise the interpreter collects all objects of torch and vLLM once more at exit, for 1.5 s.
         gc.freeze()

@@ -15,7 +15,7 @@ from slipstream.buffer.wire.auth import BUFFER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.runtime.errors import CERTAIN, DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.weights import SecurityConfig
@@ -131,6 +131,8 @@ def _refusal(buffer: BufferConfig, answer: m.Refused) -> RefusedError:
 
 class EveryTaskFails(SlipstreamError):
     """No task of the env can be played with this model and these settings; the message has reason and remedy."""
+
+    exit_code = CERTAIN
 
 
 class RolloutServer:

@@ -5,7 +5,10 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -176,6 +179,15 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
         proposed=proposed,
         engine_remedy=None if ranks is None else f"rollout.engine.options.tensor_parallel_size={ranks}",
     )
+
+
+def fit_apart(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
+    """As `fit`, in a process of its own: torch does not stay in this one."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(fit, config, gpus=gpus, gpu_bytes=gpu_bytes).result()
+    except BrokenProcessPool:
+        raise ConfigError("the computation of the memory crashed; `slipstream fit` shows where") from None
 
 
 Change = tuple[str, dict[str, Any]]

@@ -14,6 +14,7 @@ from rich.table import Table
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths, is_run_locked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.files import write_atomically
 from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import table_console
 from slipstream.tools.follow import MISSING, Record, number
@@ -97,6 +98,13 @@ def read_summary(folder: RunPaths) -> Any:
         return json.loads(folder.summary.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+
+
+def extend_summary(folder: RunPaths, **entries: Any) -> None:
+    """Adds entries to the summary of a finished run. Raises: OSError."""
+    summary = read_summary(folder)
+    if summary is not None:
+        write_atomically(folder.summary, [json.dumps(summary | entries, indent=2).encode(), b"\n"])
 
 
 def _no_summary(folder: RunPaths) -> SlipstreamError:

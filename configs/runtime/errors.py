@@ -3,10 +3,17 @@
 import difflib
 from collections.abc import Sequence
 from traceback import walk_tb
+from typing import ClassVar, Final
+
+CERTAIN: Final = 2
+"""Exit code of a process that fails at each start: by a mistake in its command line or configuration, or refused."""
 
 
 class SlipstreamError(Exception):
     """Root of the project's errors; the message names the thing, its value and the remedy."""
+
+    exit_code: ClassVar[int] = 1
+    """Exit code of a process that it ends."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -16,6 +23,8 @@ class SlipstreamError(Exception):
 
 class ConfigError(SlipstreamError):
     """One or more mistakes in a configuration, reported together."""
+
+    exit_code: ClassVar[int] = CERTAIN
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self._problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -37,6 +46,8 @@ class StoppedError(SlipstreamError):
 
 class RefusedError(SlipstreamError):
     """Another process refused a request; the message has its reason."""
+
+    exit_code: ClassVar[int] = CERTAIN
 
 
 def suggest(word: str, known: Sequence[str]) -> str:

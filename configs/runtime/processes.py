@@ -2,8 +2,9 @@
 
 It is run as a script too, so it imports nothing but the standard library:
 
-- `python -I -S processes.py MARKER` reads process groups from stdin (`+<group>` started, `-<group>` gone), and kills
-  the members of those left when stdin closes, as it does however the process ends that holds its other end.
+- `python -I -S processes.py MARKER then COMMAND…` reads process groups from stdin (`+<group>` started, `-<group>`
+  gone), and kills the members of those left when stdin closes, as it does however the process ends that holds its other
+  end. If any were left, it becomes the command, which frees what they have left.
 - `python -I -S processes.py MARKER PARENT COMMAND…` becomes the command, guarded.
 
 A marker is a variable, `NAME=value`, in the environment of all processes that belong together.
@@ -157,7 +158,8 @@ def _watch(parent: int, process: int, marker: bytes) -> None:
     kill_members([process], marker)
 
 
-def _read_groups(marker: bytes) -> None:
+def _read_groups(marker: bytes) -> set[int]:
+    """Kills the groups that are left when stdin closes, and returns them."""
     groups: set[int] = set()
     for line in sys.stdin:
         change, group = line[0], int(line[1:])
@@ -166,16 +168,17 @@ def _read_groups(marker: bytes) -> None:
         else:
             groups.discard(group)
     kill_members(groups, marker)
+    return groups
 
 
 def main() -> None:
-    """Becomes the command, guarded; without one, guards the groups on stdin."""
-    marker, *rest = sys.argv[1:]
-    if rest:
-        parent, *command = rest
+    """Guards the groups on stdin, or becomes the command, guarded."""
+    marker, parent, *command = sys.argv[1:]
+    if parent != "then":
         guard_this_process(marker, int(parent))
         os.execvp(command[0], command)
-    _read_groups(os.fsencode(marker))
+    if _read_groups(os.fsencode(marker)):
+        os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

@@ -307,6 +307,9 @@ class LearnerConfig(Section):
     throttle: ThrottleConfig | None = None
     """Adaptive bound of the staleness; unset: `buffer.max_staleness` throughout."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    ranks: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Learner ranks that `slipstream up` starts; torchrun has a number of its own. `auto`: the product of the sizes
+    under `parallel`, or as many as have a GPU of `gpus.learner` and equally many groups."""
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     attention: Literal["segments", "flash_attention_2"] = "segments"

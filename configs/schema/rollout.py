@@ -1,6 +1,6 @@
 """Rollout servers: engine, sampling, concurrency."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -88,6 +88,8 @@ class EngineConfig(Section):
 class RolloutConfig(Section):
     """Settings of every rollout server."""
 
+    servers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Rollout servers that `slipstream up` starts. `auto`: one, or as many as the GPUs of `gpus.rollout` are for."""
     group_size: int = Field(default=8, ge=1, le=16384)
     """Answers per task."""
     groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)

@@ -1,10 +1,11 @@
 """The root of the configuration, and the sections that several kinds of processes share."""
 
+import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
@@ -46,6 +47,45 @@ class RunSection(Section):
     """First of five ports: the defaults of `redis.port`, `buffer.bind` with `buffer.endpoint` (on loopback),
     `weights.control_port`, `weights.store_port` and `weights.stream_port`, in this order. Unset: `slipstream up`
     chooses free ones, if all are on loopback, and writes them into the run folder's config.yaml."""
+
+
+def gpu_numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a list such as "0-5,7". Raises: ValueError when it is none, or names a GPU twice."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
+        if match is None:
+            raise ValueError(f'{text!r} is no list of GPUs such as "0-5,7"')
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"{text!r} names {'no GPU' if not numbers else 'a GPU twice'}")
+    return tuple(numbers)
+
+
+def _gpu_list(value: Any) -> Any:
+    """Checks a list of GPUs; YAML takes that of a single one for a number."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str) and text != "auto":
+        gpu_numbers(text)
+    return text
+
+
+GpuList = Annotated[str, BeforeValidator(_gpu_list)]
+
+
+class GpusConfig(Section):
+    """GPUs of this machine that `slipstream up` assigns; `gpus: auto` leaves both to it."""
+
+    rollout: GpuList = "auto"
+    """GPUs of the rollout servers, such as "0-5", numbered as CUDA numbers those in CUDA_VISIBLE_DEVICES;
+    `engine.options.tensor_parallel_size` of them each. `auto`: those that the learner leaves; with both `auto` half of
+    them, or with `--fresh` by the idle shares of the run that is moved aside."""
+    learner: GpuList = "auto"
+    """GPUs of the learner, one for each rank."""
+
+
+def _gpus_alone(value: Any) -> Any:
+    return {} if value == "auto" else value
 
 
 class ToolConfig(Section):
@@ -164,6 +204,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
+    gpus: Annotated[GpusConfig, BeforeValidator(_gpus_alone)] = GpusConfig()
     security: SecurityConfig = SecurityConfig()
     tracking: TrackingConfig = TrackingConfig()
 

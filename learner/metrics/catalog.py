@@ -250,6 +250,14 @@ SUMMARY: Final = (
     _metric("engine_mismatch_abs", "nats", "mean |log π_prox − log μ| over all tokens where it was measured"),
     _metric("engine_mismatch_kl", "nats", "KL of the same, by k3"),
     _metric("engine_mismatch_tokens", "actions", "number of these tokens"),
+    _metric(
+        "placement.cores placement.gpus placement.processes.<process>",
+        "",
+        "of `slipstream up`: cores and GPUs of the machine, and each process's threads, cores and GPUs (empty: not bound)",
+    ),
+    _metric(
+        "restarts.<process>", "", "further starts of a process that failed under `slipstream up`, in its last part"
+    ),
 )
 
 CATALOG: Final[dict[Kind, tuple[Metric, ...]]] = {"step": STEP, "eval": EVAL, "summary": SUMMARY}

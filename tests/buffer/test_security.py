@@ -17,7 +17,7 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.runtime.errors import DeadlineError
+from slipstream.configs.runtime.errors import CERTAIN, DeadlineError
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
@@ -121,7 +121,7 @@ def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> N
     (tmp_path / "keys" / "rollout.key").unlink()
     with buffer(config, tmp_path) as process:
         _, stderr = process.communicate(timeout=30)
-        assert process.returncode == 1
+        assert process.returncode == CERTAIN
     assert str(tmp_path / "keys" / "rollout.key") in stderr
     assert "slipstream keys new" in stderr
     assert "Traceback" not in stderr

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.configs.arguments import parse_run_arguments, read_run_arguments, run_parser
 from slipstream.configs.load import load_config
+from slipstream.configs.runtime.errors import CERTAIN
 
 CONFIG = "run: {name: small}\nmodel: {build: digits}\n"
 DEADLINE_S = 110
@@ -95,7 +96,7 @@ def test_process_without_stderr_logs_into_its_folder(config_file: Path, tmp_path
     overrides = [f"run.dir={tmp_path}", "buffer.bind=tcp://192.0.2.1:5555"]
     command = [sys.executable, "-m", "slipstream.buffer.cli", str(config_file), *overrides]
     done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], check=False, timeout=DEADLINE_S)
-    assert done.returncode == 1
+    assert done.returncode == CERTAIN
     assert "tcp://192.0.2.1:5555" in (tmp_path / "small" / "logs" / "buffer.jsonl").read_text()
 
 

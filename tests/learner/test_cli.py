@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import LEARNER, hold_run_lock
+from slipstream.configs.runtime.errors import CERTAIN
 from tests.full_disk import files_of_at_most
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -53,7 +54,7 @@ def test_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
 
 def test_missing_reference_model_is_named(tmp_path: Path) -> None:
     done = run_learner(tmp_path, "learner.kl={coefficient: 0.1, reference: /nowhere}")
-    assert done.returncode == 1
+    assert done.returncode == CERTAIN
     (line,) = done.stderr.splitlines()
     assert "learner failed" in line
     assert "learner.kl.reference=/nowhere holds no config.json" in line

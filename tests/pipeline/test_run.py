@@ -1,6 +1,5 @@
-"""A whole run with vLLM, Valkey and FSDP2: its learner is killed, it is continued and finished."""
+"""A whole run with vLLM, Valkey and FSDP2: its learner is killed and returns, it is stopped and finished."""
 
-import os
 import signal
 import subprocess
 import time
@@ -30,28 +29,17 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A `slipstream up` that ended before its run was finished."""
+class Interrupted:
+    """A `slipstream up` that lost its learner, continued, and was stopped by Ctrl-C."""
 
     code: int
     output: str
     left: list[psutil.Process]
     """Its processes that still run."""
+    steps_before_kill: int
+    """Number of steps reported until its learner was killed."""
     steps: int
     """Number of steps reported up to its end."""
-
-
-@pytest.fixture(scope="module")
-def killed(demo: Pipeline) -> Ended:
-    """The first start, until its learner was killed after 13 steps."""
-    run = demo.start(*OVERRIDES)
-    wait_until(lambda: len(demo.records("step")) >= 13, "13 steps", run)
-    children = psutil.Process(run.pid).children(recursive=True)
-    (learner,) = [child for child in children if LEARNER in child.cmdline()]
-    os.kill(learner.pid, signal.SIGKILL)
-    output = run.communicate(timeout=120)[0]
-    psutil.wait_procs(children, timeout=5)  # multiprocessing's resource tracker ends a moment after its parent
-    return Ended(run.returncode, output, [child for child in children if alive(child)], len(demo.records("step")))
 
 
 def wait_until(condition: Callable[[], bool], what: str, process: "subprocess.Popen[str]") -> None:
@@ -71,6 +59,13 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+def kill_learner(run: "subprocess.Popen[str]") -> None:
+    """With SIGKILL; returns once it has ended."""
+    (learner,) = [each for each in psutil.Process(run.pid).children(recursive=True) if LEARNER in each.cmdline()]
+    learner.kill()
+    learner.wait(30)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A shortened demo; the fixtures below run it one after the other."""
@@ -78,23 +73,44 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def finished(demo: Pipeline, killed: Ended) -> Pipeline:
+def interrupted(demo: Pipeline) -> Interrupted:
+    """The first start: its learner is killed and started again, until Ctrl-C."""
+    run = demo.start(*OVERRIDES)
+    wait_until(lambda: len(demo.records("step")) >= 13, "13 steps", run)
+    kill_learner(run)
+    steps_before_kill = len(demo.records("step"))
+    wait_until(lambda: len(demo.records("step")) >= steps_before_kill + 2, "the learner's return", run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGINT)
+    output = run.communicate(timeout=120)[0]
+    psutil.wait_procs(children, timeout=5)  # multiprocessing's resource tracker ends a moment after its parent
+    left = [child for child in children if alive(child)]
+    return Interrupted(run.returncode, output, left, steps_before_kill, len(demo.records("step")))
+
+
+@pytest.fixture(scope="module")
+def finished(demo: Pipeline, interrupted: Interrupted) -> Pipeline:
     """The second start, to the end of the run."""
     done = demo.run(*OVERRIDES)
     assert done.returncode == 0, done.stdout + done.stderr
     return demo
 
 
-def test_a_killed_learner_is_named_and_ends_the_run(killed: Ended) -> None:
-    assert killed.code == 1
-    assert "learner ended with" in killed.output
-    assert not killed.left
+def test_killed_learner_is_named_and_started_again(interrupted: Interrupted) -> None:
+    assert "learner ended with signal SIGKILL" in interrupted.output
 
 
-def test_the_same_command_continues_the_run(finished: Pipeline, killed: Ended) -> None:
-    steps = [record["step"] for record in finished.records("step")]
-    assert steps[killed.steps] <= steps[killed.steps - 1], "what was trained after the checkpoint is undone"
-    assert steps[killed.steps] in FIRST_STEPS
+def test_ctrl_c_ends_a_run_and_all_its_processes(interrupted: Interrupted) -> None:
+    assert interrupted.code == 130
+    assert "continues the run\n" in interrupted.output
+    assert not interrupted.left
+
+
+def test_the_same_command_continues_the_run(finished: Pipeline, interrupted: Interrupted) -> None:
+    steps, kill = [record["step"] for record in finished.records("step")], interrupted.steps_before_kill
+    assert steps[kill] <= steps[kill - 1], "what was trained after the checkpoint is undone"
+    assert steps[kill] in FIRST_STEPS
+    assert steps[interrupted.steps] == steps[interrupted.steps - 1] + 1
     assert steps[-1] == STEPS
 
 

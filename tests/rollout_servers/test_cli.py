@@ -15,7 +15,7 @@ import pytest
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.runtime.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.errors import CERTAIN, ConfigError, RefusedError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
@@ -72,7 +72,7 @@ def test_unusable_model_is_reported_and_secrets_are_hidden(tmp_path: Path) -> No
     temporary.mkdir()
     environment = {**os.environ, **secrets, "PYTHONPATH": folders, "TMPDIR": str(temporary)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
-    assert done.returncode == 1
+    assert done.returncode == CERTAIN
     assert "model.path=/nowhere" in done.stderr
     assert not [word for word in ("engine starts", "Traceback") if word in done.stderr]
     (log,) = (tmp_path / "demo" / "logs").iterdir()

@@ -31,12 +31,18 @@ def choose_port_base(folder: RunPaths) -> int:
 
     Raises: ConfigError when none are found.
     """
+    return choose_ports(PORT_COUNT, preferred=_earlier_base(folder.config))
+
+
+def choose_ports(count: int, *, preferred: Sequence[int] = ()) -> int:
+    """The first of `count` consecutive free ports on loopback. Raises: ConfigError when none are found."""
     candidates = [random.randrange(FIRST, LAST, PORT_COUNT) for _ in range(ATTEMPTS)]
-    for base in [*_earlier_base(folder.config), *candidates]:
-        if not any(_listen_error("127.0.0.1", base + offset) for offset in range(PORT_COUNT)):
+    for base in [*preferred, *candidates]:
+        if not any(_listen_error("127.0.0.1", base + offset) for offset in range(count)):
             return base
     raise ConfigError(
-        f"run.port_base: no {PORT_COUNT} consecutive free ports found between {FIRST} and {LAST}; set the first of such"
+        f"run.port_base: no {count} consecutive free ports found between {FIRST} and {LAST}: free some (`ss -ltnp` "
+        "names the processes), or set it to the first of such"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the run folder and the mesh, before `slipstream up` starts anything."""
+"""Checks of the run folder, before `slipstream up` starts anything."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,6 @@ from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.learner import ParallelConfig
 from slipstream.configs.schema.model import ModelConfig
 from slipstream.configs.schema.run import port_defaults
 from slipstream.configs.yaml_text import YamlError, read_yaml
@@ -59,17 +58,6 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     description = f"continues the unfinished run in {folder.root}"
     changes = ", ".join(f"{key} ({old.get(key)!r} before, {new.get(key)!r} now)" for key in changed)
     return f"{description}, with another {changes}" if changed else description
-
-
-def mesh_problems(parallel: ParallelConfig) -> list[str]:
-    """One message if the mesh has more than the one rank that `slipstream up` starts."""
-    given = ", ".join(f"{axis}={size}" for axis, size in parallel if size is not None and size > 1)
-    if not given:
-        return []
-    return [
-        f"learner.parallel: {given} needs several ranks, but `slipstream up` starts one; remove it, or start the "
-        "processes yourself, the learner with torchrun (docs/parallelism.md)"
-    ]
 
 
 def _move_aside(root: Path) -> Path:

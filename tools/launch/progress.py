@@ -36,7 +36,7 @@ PLAIN_REPEAT_S = 60.0
 """An unchanged line is repeated after this long, so that the log shows that the run continues."""
 FINISHING = "last evaluation, checkpoint and export"
 ROLLOUT = "rollout"
-"""The rollout server that `slipstream up` started; the run may have others."""
+"""Beginning of the names of the rollout servers that `slipstream up` started; the run may have others."""
 STAGES = {"joined the buffer": "generating the first groups", "training the first step": "training the first step"}
 """The stage that begins with an event of a process's log, before the first step is done."""
 WARNING_LEVELS = ("warning", "error", "critical")
@@ -110,7 +110,9 @@ def apply_log(progress: Progress, process: str, record: Mapping[str, Any]) -> Pr
         progress = replace(progress, failures={**progress.failures, event: count})
         message += f", {count:,} so far; the last: {record.get('reason')}: {record['detail']}"
     elif is_warning:
-        own_name = "server" if process == ROLLOUT else ""  # in other processes the field names one of several servers
+        own_name = (
+            "server" if process.startswith(ROLLOUT) else ""
+        )  # in other processes the field names one of several servers
         message += _in_parentheses({key: v for key, v in record.items() if key not in (*HIDDEN_FIELDS, own_name)})
     # The message of a plug-in's exception may hold control characters, which a terminal would obey.
     message = "".join(letter if letter.isprintable() else " " for letter in message[:MAX_MESSAGE_CHARS])

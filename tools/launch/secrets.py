@@ -12,13 +12,18 @@ KEY_OPTION: Final = "api_key_variable"
 """Option of rewards that names the variable of their endpoint's key."""
 
 
-def withheld_from(process: str, config: RunConfig) -> set[str]:
-    """Names of the variables with secrets that other processes of the run need, but not this one."""
+def withheld_from(process: str, config: RunConfig, *, rank: int = 0) -> set[str]:
+    """Names of the variables with secrets that other processes of the run need, but not this one.
+
+    Args:
+        rank: of a learner; only the first one has trackers.
+    """
     needs: dict[str, set[str]] = {name: {"learner"} for name in LEARNERS_SECRETS}
     needs[REDIS_PASSWORD_VARIABLE] = {"buffer", "learner"}
     for name in _key_variables(config.model_dump()):
         needs.setdefault(name, set()).add("rollout")
-    return {name for name, processes in needs.items() if process not in processes}
+    withheld = {name for name, processes in needs.items() if process not in processes}
+    return withheld | (set(LEARNERS_SECRETS) - {REDIS_PASSWORD_VARIABLE} if rank else set())
 
 
 @contextmanager

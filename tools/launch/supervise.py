@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class Child:
     """Offset of its own output, in bytes."""
     grace_s: float
     """Time between SIGTERM and SIGKILL."""
+    team: str
+    """Children of one team are stopped at once."""
+    started_at: float
+    """By the monotonic clock."""
 
     @property
     def exit_code(self) -> int | None:
@@ -60,7 +64,8 @@ class Child:
 class Supervisor:
     """Starts and stops children; the end of its `with` block stops all that still run.
 
-    If the supervisor itself is killed, its guard process kills the children and their descendants.
+    If the supervisor itself is killed, its guard process kills the children and their descendants, and frees their
+    shared memory and temporary files.
     """
 
     def __init__(self, logs: Path, signals: StopSignals) -> None:
@@ -72,7 +77,10 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:"],
+            [
+                *(sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:", "then"),
+                *(sys.executable, "-P", "-m", "slipstream.tools.launch.leftovers"),
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
@@ -94,8 +102,15 @@ class Supervisor:
         *,
         withheld: Collection[str] = (),
         grace_s: float = GRACE_S,
+        team: str | None = None,
+        cores: Collection[int] = (),
     ) -> Child:
-        """Starts a child without a shell, with the supervisor's environment, less `withheld`, and additions."""
+        """Starts a child without a shell, with the supervisor's environment, less `withheld`, and additions.
+
+        Args:
+            team: None: its name.
+            cores: those that it is bound to; empty: the supervisor's.
+        """
         inherited = {key: value for key, value in os.environ.items() if key not in withheld}
         console = self._logs / f"{name}.console"
         with console.open("ab") as output:
@@ -107,10 +122,11 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env={**inherited, **(environment or {}), MARKER: f"{self._token}:{name};"},
                 start_new_session=True,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor has one thread while it starts children
+                preexec_fn=_prepared(cores),  # noqa: PLW1509 - the supervisor has one thread while it starts children
             )
         self._notify_guard(f"+{process.pid}\n")
-        self.children[name] = Child(name, process, console, console_start, grace_s)
+        now = time.monotonic()
+        self.children[name] = Child(name, process, console, console_start, grace_s, team or name, now)
         return self.children[name]
 
     def ended(self) -> list[Child]:
@@ -118,8 +134,11 @@ class Supervisor:
         return [child for child in self.children.values() if child.exit_code is not None]
 
     def stop_all(self) -> None:
-        """Stops all children, the last started first."""
-        self.stop(*reversed(self.children))
+        """Stops all children, the team that was started last first."""
+        teams: dict[str, list[str]] = {}
+        for child in self.children.values():
+            teams.setdefault(child.team, []).append(child.name)
+        self._stop_in_order(reversed(teams.values()))
 
     def stop(self, *names: str) -> None:
         """Stops these children and their descendants, one after the other; unknown names are skipped.
@@ -128,25 +147,36 @@ class Supervisor:
 
         Raises: DeadlineError, once all others are stopped, with the processes that SIGKILL did not end.
         """
+        self._stop_in_order([name] for name in names)
+
+    def stop_together(self, names: Iterable[str], *, grace_s: float | None = None) -> None:
+        """As `stop`, but at once, and with another grace if given."""
+        self._stop_in_order([names], grace_s=grace_s)
+
+    def _stop_in_order(self, teams: Iterable[Iterable[str]], *, grace_s: float | None = None) -> None:
         stops_before = self._signals.stop_count
         stuck: list[int] = []
-        for name in names:
-            child = self.children.pop(name, None)
-            if child is None:
-                continue
-            groups, marker = {child.process.pid}, os.fsencode(f"{MARKER}={self._token}:{name};")
-            signal_members(groups, marker, signal.SIGTERM)
-            deadline = time.monotonic() + child.grace_s
-            while living_members(groups, marker):
-                if time.monotonic() > deadline or self._signals.stop_count > stops_before:
-                    stuck += kill_members(groups, marker)
-                    break
-                self._signals.wait(0.02)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck then
-                child.process.wait(REAP_S)
-            self._notify_guard(f"-{child.process.pid}\n")
+        for names in teams:
+            children = [self.children.pop(name) for name in names if name in self.children]
+            for child in children:
+                signal_members(*self._members(child), signal.SIGTERM)
+            began = time.monotonic()
+            for child in children:
+                deadline = began + (child.grace_s if grace_s is None else grace_s)
+                while living_members(*self._members(child)):
+                    if time.monotonic() > deadline or self._signals.stop_count > stops_before:
+                        stuck += kill_members(*self._members(child))
+                        break
+                    self._signals.wait(0.02)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck then
+                    child.process.wait(REAP_S)
+                self._notify_guard(f"-{child.process.pid}\n")
         if stuck:
             raise DeadlineError(f"processes {stuck} still run after SIGKILL; `ps -o stat,wchan` shows the reason")
+
+    def _members(self, child: Child) -> tuple[set[int], bytes]:
+        """The process group of a child, and the marker of its descendants."""
+        return {child.process.pid}, os.fsencode(f"{MARKER}={self._token}:{child.name};")
 
     def _notify_guard(self, line: str) -> None:
         assert self._guard.stdin is not None, "the guard was started with a pipe"
@@ -154,3 +184,15 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(line.encode())
             self._guard.stdin.flush()
+
+
+def _prepared(cores: Collection[int]) -> Callable[[], None]:
+    """`preexec_fn` of a child that dies with this process and is bound to these cores."""
+    ask_kernel = die_with_parent()
+
+    def prepare() -> None:
+        ask_kernel()
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    return prepare

@@ -1,18 +1,15 @@
 """`slipstream up`: checks the configuration, starts a run's processes on this machine, watches and stops them."""
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
 from slipstream.configs.load import create_run_folder, load_config
-from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
+from slipstream.configs.paths import UP, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.configs.runtime.temporary import remove_leftovers
@@ -20,8 +17,11 @@ from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.models.folder import initial_model
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
+from slipstream.tools.launch.machine import this_machine
+from slipstream.tools.launch.placement import Placement, memory_problems, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
-from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
+from slipstream.tools.launch.preflight import finished_problems, prepare_folder
+from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -32,33 +32,14 @@ from slipstream.tools.launch.progress import (
     unbreakable_stdout,
 )
 from slipstream.tools.launch.secrets import withheld, withheld_from
-from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
-from slipstream.tools.report import report
+from slipstream.tools.launch.supervise import Supervisor
+from slipstream.tools.report import extend_summary, read_summary, report
 
-MODULES = {
-    "buffer": "slipstream.buffer.cli",
-    "rollout": "slipstream.rollout_servers.cli",
-    "learner": "slipstream.learner.cli",
-}
-THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-"""The processes share the machine's cores: if each took all, their thread pools would wait for each other."""
 REDIS_DEADLINE_S = 120.0
 """A server loads a large append-only file before it answers."""
-QUOTED_LINES = 25
 FULL_DISK_S = 10.0
 """Time for which a run goes on although the disk of its folder is full: the removal of a checkpoint may make room."""
 TICK_S = 0.25
-
-
-class ChildDied(SlipstreamError):
-    """A child ended unexpectedly."""
-
-    def __init__(self, child: Child) -> None:
-        lines = child.last_lines(QUOTED_LINES) or [_no_output(child.console.parent)]
-        quoted = "\n".join(f"  | {line}" for line in lines)
-        super().__init__(
-            f"{child.name} ended with {child.ending}{_kill_hint(child)}; the last lines of {child.console}:\n{quoted}"
-        )
 
 
 class DiskFull(SlipstreamError):
@@ -72,9 +53,9 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, a model, a
-    key or a plug-in is missing, or the folder can't be used, is in use, holds a finished run or one that began with
-    incompatible settings.
+    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, cores, GPUs
+    or their memory don't suffice, a model, a key or a plug-in is missing, or the folder can't be used, is in use, holds
+    a finished run or one that began with incompatible settings.
     """
     started_at = time.monotonic()
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
@@ -94,12 +75,13 @@ def command(argv: Sequence[str]) -> int:
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
         *([] if arguments.fresh else finished_problems(folder, config.model)),
-        *mesh_problems(config.learner.parallel),
         *port_problems(needed_ports(config)),
     ]
     if problems:
         raise ConfigError(problems)
+    placement = place(this_machine(), config, read_summary(folder))
     _check(config)
+    _check_memory(config, placement)
     if problems := disk_problems(config):
         raise ConfigError(problems)
     remove_leftovers()
@@ -108,21 +90,15 @@ def command(argv: Sequence[str]) -> int:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
+        print(placement.text, flush=True)
         with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
-            launch = Launch(config, supervisor, signals, make_screen(plain=arguments.plain), started_at)
+            processes = RunProcesses(config, placement, supervisor, started_at=started_at)
+            screen = make_screen(plain=arguments.plain)
+            launch = Launch(config, processes, supervisor, signals, screen, started_at)
             code = launch.run(undo_steps=arguments.undo_steps)
         if code == 0:
             report(folder)
     return code
-
-
-def python(module: str, *arguments: object) -> list[str]:
-    """The command line that runs a module.
-
-    -P: keeps the current folder off the module path. It may hold an `env` too, as the root of a checkout does, which
-    would hide a plug-in on PYTHONPATH.
-    """
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 def _check(config: RunConfig) -> None:
@@ -140,6 +116,19 @@ def _check(config: RunConfig) -> None:
         print(f"warning: {warning}", flush=True)
 
 
+def _check_memory(config: RunConfig, placement: Placement) -> None:
+    """Raises: ConfigError when learner or engine don't fit into the memory of their GPUs."""
+    gpus = placement.gpus("learner") + placement.gpus("rollout")
+    if not gpus:
+        return
+    from slipstream.tools.fit import fit_apart
+
+    memory = min(placement.machine.gpus[gpu].memory_bytes for gpu in gpus)
+    report = fit_apart(config, gpus=len(placement.of("learner")), gpu_bytes=memory)
+    if problems := memory_problems(placement, config.rollout.engine, report):
+        raise ConfigError(problems)
+
+
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
     from slipstream.tools.launch.redis import forget_run, ping_problem, wait_until_ready
 
@@ -153,10 +142,17 @@ class Launch:
     """The processes of one run and its progress."""
 
     def __init__(
-        self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started_at: float
+        self,
+        config: RunConfig,
+        processes: RunProcesses,
+        supervisor: Supervisor,
+        signals: StopSignals,
+        screen: Screen,
+        started_at: float,
     ) -> None:
         self._config = config
         self._folder = config.paths
+        self._processes = processes
         self._supervisor = supervisor
         self._signals = signals
         self._screen = screen
@@ -166,7 +162,11 @@ class Launch:
         self._metrics = JsonLinesFollower(self._folder.metrics)
         self._room_at = time.monotonic()
         """Last time at which the disk had room."""
-        self._logs = {name: JsonLinesFollower(self._folder.logs / f"{name}.jsonl") for name in MODULES}
+        self._logs = {
+            share.name: JsonLinesFollower(self._folder.logs / f"{share.name}.jsonl")
+            for share in processes.placement.shares
+            if share.role != "redis"
+        }
 
     def run(self, *, undo_steps: bool) -> int:
         """Starts, watches and stops the processes; returns the exit code of the command."""
@@ -174,6 +174,8 @@ class Launch:
             with self._screen:
                 self.start(undo_steps=undo_steps)
                 self.watch()
+            placement, restarts = self._processes.placement.as_record(), dict(self._processes.restarts)
+            extend_summary(self._folder, placement=placement, restarts=restarts)
             self._supervisor.stop_all()
         except Stopped:
             print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
@@ -196,43 +198,23 @@ class Launch:
         url = self._config.redis.url
         building = "building the model and " if self._config.model.path is None else ""
         self._enter(building + ("starting Redis" if url is None else f"waiting for Redis at {url}"))
-        self._start_redis()
+        self._processes.start_redis()
         initial_model(self._config)
         self._wait_for_redis()
-        for name, module in MODULES.items():
-            environment = {"SLIPSTREAM_RUN_STARTED": repr(self._started_at), **THREADS}
-            # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
-            grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
-            options = ["--undo-steps"] if name == "learner" and undo_steps else []
-            self._supervisor.start(
-                name,
-                python(module, self._folder.config, *options),
-                environment,
-                withheld=withheld_from(name, self._config),
-                grace_s=grace_s,
-            )
+        self._processes.start_others(undo_steps=undo_steps)
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
         """Shows the progress until the learner is done. Raises: ChildDied; Stopped."""
-        learner = self._supervisor.children["learner"]
-        while learner.exit_code is None:
+        while not self._processes.is_done:
             self._tick(TICK_S)
         self._tick(0.0)
 
     def repeated_steps(self) -> str:
         """A note on the steps that a continued run repeats; to be called after all processes have ended."""
         self._read_records()
-        steps = self._progress.steps_done - max(checkpoint_steps(self._folder.checkpoints), default=0)
+        steps = self._progress.steps_done - latest_checkpoint(self._folder.checkpoints)
         return f"; it does the {steps} steps since its last checkpoint again" if steps > 0 else ""
-
-    def _start_redis(self) -> None:
-        from slipstream.tools.launch.redis import redis_command
-
-        if self._config.redis.url is None:
-            server = redis_command(self._config.redis, self._config.paths.redis)
-            # It has the password in a file.
-            self._supervisor.start("redis", server, withheld=withheld_from("redis", self._config))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready
@@ -249,21 +231,19 @@ class Launch:
     def _tick(self, timeout_s: float) -> None:
         """Waits up to `timeout_s`, shows the progress, and checks signals, children and the run folder.
 
-        Raises: Stopped at a signal; ChildDied when a child ended, except for the learner's success; DiskFull;
+        Raises: Stopped at a signal; ChildDied when a process ended and the run can't go on without it; DiskFull;
         ConfigError when the run folder is gone and can't be made anew.
         """
         self._signals.wait(timeout_s)
         self._restore_folder()
         self._require_room()
         self._show_progress()
-        learner = self._supervisor.children.get("learner")
-        if learner is not None and learner.exit_code == 0:
+        if self._processes.is_done:
             return
         if self._signals.received:
             raise Stopped(f"{self._signals.received[0].name} received")
-        for child in self._supervisor.ended():
-            # If several ended, the one that started first is the likelier cause.
-            raise ChildDied(child)
+        for message in self._processes.keep_running(step=self._progress.steps_done, now=time.monotonic()):
+            print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def _restore_folder(self) -> None:
         """Makes the run folder anew if it was moved or deleted, and prints a warning."""
@@ -298,6 +278,7 @@ class Launch:
         progress = replace(self._progress, elapsed_s=time.monotonic() - self._started_at)
         for name, log in self._logs.items():
             for record in log.new_records():
+                self._processes.record(name, record)
                 progress = apply_log(progress, name, record)
         for record in self._metrics.new_records():
             progress = apply_metrics(progress, record)
@@ -308,18 +289,3 @@ def _waiting_for_redis(problem: str | None) -> str:
     if not problem:
         return ""
     return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {problem}; start it there, or correct redis.url"
-
-
-def _kill_hint(child: Child) -> str:
-    """The likely reason and the remedy for a child that SIGKILL ended."""
-    if child.exit_code != -signal.SIGKILL:
-        return ""
-    return (
-        " (probably killed by the kernel for lack of memory: see `dmesg`; the same command, without --fresh, "
-        "continues the run)"
-    )
-
-
-def _no_output(folder: Path) -> str:
-    """The line in place of the last lines of a child that printed nothing."""
-    return f"(it printed nothing; the disk of {folder} is full)" if is_full(folder) else "(it printed nothing)"

@@ -18,6 +18,9 @@ from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers import JsonlTracker
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.members import SyncMetrics
+from slipstream.tools.launch.machine import Machine
+from slipstream.tools.launch.placement import place
+from slipstream.tools.report import extend_summary
 from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
 from tests.learner.trainers.rl.loops import learner_that_continues, third_step
@@ -76,6 +79,8 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     learner.buffer.finish.return_value = state(STEPS)
     learner.loop.read_groups = lambda ids: step_groups(STEPS + 1, config)
     learner.loop.run()
+    placed = place(Machine((0, 1)), config).as_record()
+    extend_summary(config.paths, placement=placed, restarts={"learner": 1})
     return config.paths.root
 
 

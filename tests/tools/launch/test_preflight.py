@@ -1,4 +1,4 @@
-"""Checks of the run folder and the mesh before a run starts."""
+"""Checks of the run folder before a run starts."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.launch.preflight import finished_problems, mesh_problems, prepare_folder
+from slipstream.tools.launch.preflight import finished_problems, prepare_folder
 from tests.tools.run_command import demo_config
 
 
@@ -28,16 +28,6 @@ def test_incomplete_summary_is_no_finished_run(tmp_path: Path, incomplete: str) 
     create_run_folder(config.paths, config)
     config.paths.summary.write_text(incomplete)
     assert not finished_problems(config.paths, config.model)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "refused"),
-    [("{}", []), ("{dp_shard: 1}", []), ("{tp: 2, ep: 2}", ["tp=2, ep=2"]), ("{dp_shard: 4}", ["dp_shard=4"])],
-)
-def test_mesh_of_several_ranks_is_refused(tmp_path: Path, mesh: str, refused: list[str]) -> None:
-    problems = mesh_problems(demo_config(tmp_path, f"learner.parallel={mesh}").learner.parallel)
-    assert len(problems) == len(refused)
-    assert all(part in problem for part, problem in zip(refused, problems, strict=True))
 
 
 def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:

@@ -114,6 +114,56 @@ def test_killed_supervisor_leaves_no_descendant(tmp_path: Path) -> None:
     until(lambda: not any(runs(pid) for pid in pids))
 
 
+def test_killed_supervisor_leaves_no_shared_memory(tmp_path: Path) -> None:
+    owner = (
+        "import time\nfrom slipstream.buffer.wire.weights.layout import Segment\n"
+        "segment = Segment('guarded', 10)\nprint(segment.path, flush=True)\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), owner, "import time; time.sleep(600)"]
+    console = tmp_path / "family.console"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as supervisor:
+        until(lambda: console.exists() and console.read_text().endswith("\n"))
+        segment = Path(console.read_text().strip())
+        assert segment.exists()
+        supervisor.kill()
+    until(lambda: not segment.exists())
+
+
+def test_team_stops_at_once_and_with_a_grace_of_its_own(tmp_path: Path) -> None:
+    waits_for_the_other = """
+import os, signal, sys, time
+def end(number, frame):
+    os.close(os.open(sys.argv[1], os.O_WRONLY if sys.argv[2] == "a" else os.O_RDONLY))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ids", flush=True)
+time.sleep(600)
+"""
+    os.mkfifo(tmp_path / "pipe")  # it opens once both have it open
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        team = [
+            supervisor.start(
+                name, [sys.executable, "-c", waits_for_the_other, str(tmp_path / "pipe"), name], team="team"
+            )
+            for name in "ab"
+        ]
+        stubborn = supervisor.start("c", [sys.executable, "-c", STUBBORN])
+        until(lambda: all(printed_ids(tmp_path / f"{name}.console") is not None for name in "abc"))
+        supervisor.stop_together(["c"], grace_s=0.1)
+        supervisor.stop_all()
+    assert stubborn.ending == "signal SIGKILL"
+    assert [child.ending for child in team] == ["exit code 0"] * 2
+
+
+def test_child_is_bound_to_its_cores(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print('ids', *os.sched_getaffinity(0))"
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        supervisor.start("bound", [sys.executable, "-c", code], cores=[core])
+        until(lambda: printed_ids(tmp_path / "bound.console") is not None)
+    assert printed_ids(tmp_path / "bound.console") == [core]
+
+
 def test_children_stop_in_the_given_order(tmp_path: Path) -> None:
     writes_its_name = """
 import signal, sys, time

@@ -1,5 +1,6 @@
 """`slipstream up` in a process of its own."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,12 +18,16 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, RunPaths, hold_run_lock
+from slipstream.configs.runtime.errors import CERTAIN
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.machine import Machine
+from slipstream.tools.launch.placement import Role, place
 from slipstream.tools.launch.ports import choose_port_base
+from slipstream.tools.launch.processes import MODULES, ChildDied, RunProcesses, python
 from slipstream.tools.launch.progress import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
-from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
+from slipstream.tools.launch.up import Launch, Stopped
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream, until
@@ -78,6 +83,13 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+def line_with(process: subprocess.Popen[str], part: str) -> str:
+    """The next line of stdout that contains `part`."""
+    while part not in (line := line_of(process)):
+        assert line, f"no line with {part}"
+    return line
+
+
 def left_behind(folder: Path) -> list[str]:
     """Command lines of the processes that work in `folder`."""
     found = []
@@ -90,12 +102,12 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
-def module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, *, instead_of: Iterable[str] = ()) -> str:
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, *, instead_of: Iterable[Role] = ()) -> str:
     """The name of a module with this code, which runs in place of some processes of a run."""
     (folder / "substitute.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
-    for name in instead_of:
-        monkeypatch.setitem(MODULES, name, "substitute")
+    for role in instead_of:
+        monkeypatch.setitem(MODULES, role, "substitute")
     return "substitute"
 
 
@@ -105,7 +117,12 @@ def launching(folder: Path, *overrides: str) -> Iterator[tuple[Launch, RunConfig
     config = demo_config(folder, f"run.port_base={choose_port_base(RunPaths(folder))}", *overrides)
     create_run_folder(config.paths, config)
     with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
-        yield Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0), config, supervisor
+        processes = RunProcesses(config, place(Machine((0, 1)), config), supervisor, started_at=0.0)
+        yield (
+            Launch(config, processes, supervisor, signals, make_screen(plain=True), started_at=0.0),
+            config,
+            supervisor,
+        )
 
 
 CHAT = ["env.name=gymnasium", "env.options={id: Blackjack-v1}", "rollout.sampling.ignore_eos=false"]
@@ -188,7 +205,7 @@ def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     with running(tmp_path, f"redis.url={url}") as process:
         assert "new run" in line_of(process)
-        assert url in line_of(process)
+        assert url in line_with(process, "waiting for Redis")
         waiting = line_of(process)
         process.terminate()
         process.wait(DEADLINE_S)
@@ -215,11 +232,11 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
         f"{{name: {name}, options: {{url: 'http://127.0.0.1:1/v1', model: m, api_key_variable: {key}}}}}"
         for name, key in (("judge", "JUDGES_KEY"), ("my:judge", "OTHERS_KEY"))
     ]
-    with launching(tmp_path, f"rewards=[{', '.join(judges)}]") as (launch, config, supervisor):
+    with launching(tmp_path, "learner.ranks=2", f"rewards=[{', '.join(judges)}]") as (launch, config, supervisor):
         launch.start()
         redis = supervisor.children["redis"].process.pid
         got = {"redis": Path(f"/proc/{redis}/environ").read_text().split("\0")}
-        for name in MODULES:
+        for name in (*MODULES, "learner-1"):
             file = config.paths.root / f"{name}.variables"
             until(file.exists)
             got[name] = file.read_text().splitlines()
@@ -227,6 +244,7 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
         "redis": set(),
         "buffer": {REDIS_PASSWORD_VARIABLE},
         "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY"},
+        "learner-1": {REDIS_PASSWORD_VARIABLE},
         "rollout": {"JUDGES_KEY", "OTHERS_KEY"},
     }
 
@@ -238,13 +256,13 @@ def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) ->
     done = subprocess.run(
         python(MODULES["rollout"], config),
         cwd=DEMO.parents[1],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))},
         capture_output=True,
         text=True,
         check=False,
         timeout=DEADLINE_S,
     )
-    assert done.returncode == 1
+    assert done.returncode == CERTAIN
     assert "no_such_module_of_the_plug_in" in done.stderr
 
 
@@ -263,7 +281,7 @@ def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path, monkeypatch: 
     done = up(tmp_path, f"env={{name: {moody}:Env}}")
     assert done.returncode == 1
     assert "error: rollout " in done.stderr
-    assert "exit code 1" in done.stderr
+    assert "exit code 2" in done.stderr
     assert "runs/demo/logs/rollout.console" in done.stderr
     assert len([line for line in done.stderr.splitlines() if "RuntimeError: not here" in line]) == 1
     assert left_behind(tmp_path) == []
@@ -302,6 +320,19 @@ def test_full_disk_ends_the_run_after_a_while(
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "runs" / "demo") in line
     assert "full" in line
+
+
+def test_summary_has_placement_and_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "import os, signal\nif os.environ['SLIPSTREAM_PROCESS'].startswith('learner'): os._exit(0)\nsignal.pause()\n"
+    module(tmp_path, monkeypatch, ends, instead_of=[*MODULES])
+    with launching(tmp_path, "rollout.servers=2", "learner.ranks=2") as (launch, config, supervisor):
+        config.paths.summary.write_text('{"steps": 7}')
+        assert launch.run(undo_steps=False) == 0
+        assert supervisor.children == {}
+    summary = json.loads(config.paths.summary.read_text())
+    assert (summary["steps"], summary["restarts"]) == (7, {})
+    names = {"redis", "buffer", "rollout", "rollout-1", "learner", "learner-1"}
+    assert summary["placement"]["processes"].keys() == names
 
 
 def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
