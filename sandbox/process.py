@@ -264,9 +264,7 @@ def started(
             except OSError as error:
                 raise SandboxUnavailable(str(error)) from error
         stack.enter_context(popen)
-        if not interpreter.confined:
-            stack.callback(kill_members, [popen.pid], f"{_MARKER}={marker}".encode(), deadline_s=_REAP_S)
-        stack.callback(_kill, popen)
+        stack.callback(_kill, popen, f"{_MARKER}={marker}".encode(), confined=interpreter.confined)
         yield Process(popen, status, interpreter.confined, limits)
 
 
@@ -288,12 +286,13 @@ def own_users() -> tuple[int, int] | tuple[None, None]:
     return user, user + 1
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
+def _kill(process: "subprocess.Popen[bytes]", marker: bytes, *, confined: bool) -> None:
     """Ends a process, and before it its children.
 
     The first process of a namespace would become an orphan, and the init of many containers does not reap those.
     """
-    if process.poll() is None:
+    was_killed = process.poll() == -signal.SIGKILL
+    if process.returncode is None:
         with suppress(OSError, subprocess.TimeoutExpired):
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             for child in children:
@@ -302,6 +301,9 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(_REAP_S)
     process.kill()
     process.wait()
+    # If bubblewrap was killed from outside while it started, its child waits for it for ever.
+    if was_killed or not confined:
+        kill_members([process.pid], marker, deadline_s=_REAP_S)
 
 
 def _bubblewrap(interpreter: Interpreter, limits: SandboxLimits, filter_file: int) -> list[str]:

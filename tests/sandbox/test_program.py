@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slipstream.configs.runtime.processes import living_members
 from slipstream.sandbox import (
     SandboxLimits,
     SandboxUnavailable,
@@ -240,6 +242,17 @@ async def test_start_is_not_the_programs_time(
                 await running
         else:
             assert (await running).ended in ("exit", "wall")  # on a busy machine printing may take the second
+
+
+async def test_bubblewrap_that_was_killed_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_interpreter()
+    marker = secrets.token_hex(8)
+    monkeypatch.setattr("slipstream.sandbox.process.secrets.token_hex", lambda _: marker)
+    with bubblewrap(f'{shutil.which("bwrap")} "$@" & kill -9 $$') as folder:
+        monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
+        with pytest.raises(SandboxUnavailable, match="signal 9"):
+            await run_python("import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600))
+    assert living_members([], f"SLIPSTREAM_SANDBOX={marker}".encode()) == {}
 
 
 @pytest.fixture(params=["missing", "failing"])
