@@ -15,11 +15,11 @@ from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.test_run import alive, wait_until
 
-STEPS = 200
+STEPS = 150
 SERVER = "rollout-1"
 KILLED = (SERVER, "buffer", "redis")
 OVERRIDES = (
-    "rollout.servers=2", "learner.ranks=2", f"learner.steps={STEPS}", "learner.checkpoint.every_steps=20",
+    "rollout.engine.name=hf", "rollout.servers=2", "learner.ranks=2", f"learner.steps={STEPS}", "learner.checkpoint.every_steps=20",
     "eval.every_steps=0", "buffer.server_deadline_s=3",
 )  # fmt: skip
 
