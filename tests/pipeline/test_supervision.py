@@ -19,8 +19,8 @@ STEPS = 150
 SERVER = "rollout-1"
 KILLED = (SERVER, "buffer", "redis")
 OVERRIDES = (
-    "rollout.engine.name=hf", "rollout.servers=2", "learner.ranks=2", f"learner.steps={STEPS}", "learner.checkpoint.every_steps=20",
-    "eval.every_steps=0", "buffer.server_deadline_s=3",
+    "rollout.engine.name=hf", "rollout.servers=2", "learner.ranks=2", f"learner.steps={STEPS}",
+    "learner.checkpoint.every_steps=20", "eval.every_steps=0", "buffer.server_deadline_s=3",
 )  # fmt: skip
 
 
