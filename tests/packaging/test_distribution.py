@@ -79,7 +79,13 @@ def test_sdist_has_tests_and_their_inputs(sdist_names: set[str]) -> None:
     expected = {"Makefile", "constraints.txt", "docker-compose.yml"}.union(
         *map(files_of, (*PACKAGES, "benchmarks", "tests"))
     )
+    expected |= {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
     assert expected <= sdist_names
+
+
+def test_image_is_built_from_all_packages() -> None:
+    kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    assert {*PACKAGES, "constraints.txt", "pyproject.toml", "setup.py"} <= kept
 
 
 def test_wheel_has_the_console_scripts(wheel: zipfile.ZipFile) -> None:
