@@ -5,15 +5,13 @@ module has `add_options(parser)` and `measure(options, figures)`, which returns 
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.figures import Figures
-from slipstream.configs.arguments import report_problems
-from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.arguments import exit_code
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.tools.cli import new_file
 
@@ -66,16 +64,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 def main() -> int:
     """Entry point. Returns 2 for invalid options, with a line for each."""
     configure_logging("benchmarks", level="warning", folder=None)
-    try:
-        return command()
-    except ConfigError as error:
-        report_problems(error)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_code(command)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ ONE_MAP_PER_TENSOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case changes."""
+    """A variation of a case: other fields, longer micro-batches, more ranks."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Case`."""

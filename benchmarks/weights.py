@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """What generates. Raises: ConfigError without a GPU for the policy `gpu`."""
+    """The policies and engines to measure. Raises: ConfigError without a GPU for the policy `gpu`."""
     if options.model is not None:
         policies = [(options.model.name, options.model, "bfloat16", lora) for lora in (False, True)]
     else:

@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.configs.load import dump_config, load_config
 from slipstream.configs.paths import RunPaths, unwritable_error
-from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.files import run_with_stdout
 from slipstream.configs.runtime.logging import configure_logging, log_crashes
 from slipstream.configs.schema import RunConfig
@@ -81,6 +82,23 @@ def report_problems(error: ConfigError) -> None:
     """Writes each problem to stderr, on a line of its own."""
     for problem in error.problems:
         sys.stderr.write(f"error: {problem}\n")
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Runs a command; returns its exit code.
+
+    Errors are written to stderr: ConfigError is 2, another SlipstreamError 1. Ctrl-C is 130.
+    """
+    try:
+        return command()
+    except ConfigError as error:
+        report_problems(error)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SlipstreamError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
 
 
 def _print(text: str) -> int:

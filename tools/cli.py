@@ -177,12 +177,12 @@ def _run(argv: Sequence[str] | None) -> int:
     with _quiet_ctrl_c():
         from importlib.metadata import version
 
-        from slipstream.configs.arguments import report_problems
-        from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+        from slipstream.configs.arguments import exit_code
         from slipstream.configs.runtime.logging import configure_logging
     if argv is None:  # else the process has a caller, and logs as that one wants
         configure_logging("slipstream", level="info", folder=None)
-    try:
+
+    def command() -> int:
         _require_working_directory()
         return dispatch(
             "slipstream",
@@ -192,14 +192,8 @@ def _run(argv: Sequence[str] | None) -> int:
             version=version("slipstream"),
             elsewhere=ELSEWHERE,
         )
-    except ConfigError as error:
-        report_problems(error)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    return exit_code(command)
 
 
 def _require_working_directory() -> None:

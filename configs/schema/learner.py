@@ -284,7 +284,7 @@ class LearnerConfig(Section):
     """The learner: trainer, batch, objective, optimizer, checkpoints."""
 
     trainer: TrainerConfig = RlConfig()
-    """What is trained, and on what. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
+    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
     `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""

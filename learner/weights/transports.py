@@ -25,7 +25,7 @@ log = get_log("learner.weights")
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """What a sender is built from.
+    """Configuration of a sender.
 
     Attributes:
         folder: the run's folder of versions that are passed as files.

@@ -38,7 +38,7 @@ _FORMATS: Final[tuple[tuple[str, ToolFormat | None], ...]] = (
 
 @dataclass(frozen=True)
 class Delta:
-    """What follows an answer.
+    """The part of a chat template between an answer and the next message.
 
     Attributes:
         text: begins with the stop token.

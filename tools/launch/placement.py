@@ -128,25 +128,25 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
     if config.redis.url is None:
         shares.insert(0, Share("redis"))
     for index in range(servers):
-        own = rollout_gpus[index * per_server : (index + 1) * per_server]
-        shares.append(Share("rollout", index, threads, next(cores), own))
+        gpus = rollout_gpus[index * per_server : (index + 1) * per_server]
+        shares.append(Share("rollout", index, threads, next(cores), gpus))
     for rank in range(ranks):
-        own = learner_gpus[rank : rank + 1]
-        shares.append(Share("learner", rank, threads, next(cores), own))
+        gpus = learner_gpus[rank : rank + 1]
+        shares.append(Share("learner", rank, threads, next(cores), gpus))
     return Placement(machine, tuple(shares))
 
 
 def gpus_per_server(engine: EngineConfig) -> int:
     """GPUs that one engine uses. Raises: ConfigError when an option is no number of GPUs."""
-    given = [(name, engine.options[name]) for name in GPUS_OF_AN_ENGINE if name in engine.options]
+    sizes = [(name, engine.options[name]) for name in GPUS_OF_AN_ENGINE if name in engine.options]
     problems = [
         f"rollout.engine.options.{name}={size!r} must be a whole number from 1"
-        for name, size in given
+        for name, size in sizes
         if not isinstance(size, int) or size < 1
     ]
     if problems:
         raise ConfigError(problems)
-    return prod(size for _, size in given)
+    return prod(size for _, size in sizes)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -302,10 +302,10 @@ def _divide_cores(machine: Machine, processes: int) -> tuple[int, Iterator[tuple
 
     Where each has only one, none is bound to it: Redis and buffer need cores too, and other processes may use them.
     """
-    each = len(machine.cores) // processes
-    threads = machine.threads or max(1, each)
-    bound = machine.pins and each > 1
-    return threads, (machine.cores[at * each : (at + 1) * each] if bound else () for at in range(processes))
+    share = len(machine.cores) // processes
+    threads = machine.threads or max(1, share)
+    bound = machine.pins and share > 1
+    return threads, (machine.cores[at * share : (at + 1) * share] if bound else () for at in range(processes))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
