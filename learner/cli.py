@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.configs.runtime.signals import GracefulStop, heavy_imports, restore_default_sigint
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
     from slipstream.configs.paths import RunPaths
+    from slipstream.learner.trainers.base import Trainer
 
 
 def main() -> None:
@@ -52,12 +53,19 @@ def main() -> None:
         sys.exit(2)
 
 
+def load(config: "RunConfig") -> "type[Trainer[Any]]":
+    """Imports the configured trainer, with torch and transformers: seconds. Raises: ConfigError when it can't be."""
+    with heavy_imports():
+        from slipstream.learner.trainers.assemble import find_trainer
+
+        return find_trainer(config.learner.trainer)
+
+
 def train(config: "RunConfig", signals: GracefulStop, *, started: float, undo_steps: bool) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
-    with heavy_imports():  # torch and transformers take seconds to load
-        from slipstream.learner.trainers.assemble import assemble, find_trainer
+    kind = load(config)
+    from slipstream.learner.trainers.assemble import assemble
 
-        kind = find_trainer(config.learner.trainer)
     with contextlib.ExitStack() as cleanup:
         assemble(kind, config, started=started, cleanup=cleanup, signals=signals, undo_steps=undo_steps).run()
 

@@ -63,6 +63,15 @@ def main() -> None:
         gc.freeze()
 
 
+def load(config: "RunConfig") -> None:
+    """Imports what the server and its engine need: seconds. Raises: ConfigError, ImportError when it can't be."""
+    with heavy_imports():
+        from slipstream.rollout_servers import server  # noqa: F401
+        from slipstream.rollout_servers.engines.registry import engine_class
+
+        engine_class(config)
+
+
 async def serve(config: "RunConfig", name: str) -> int:
     """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.runtime.errors import ConfigError, format_error
+from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig
@@ -166,7 +167,8 @@ def check_apart(config: RunConfig) -> Report:
 
 def _attempt(config: RunConfig) -> tuple[Report | None, Sequence[str]]:
     try:
-        return check(config), ()
+        with heavy_imports():
+            return check(config), ()
     except ConfigError as error:
         return None, error.problems
 

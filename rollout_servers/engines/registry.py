@@ -37,28 +37,29 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     """
     if problems := engine_problems(config.rollout.engine, config.weights, model):
         raise ConfigError(problems)
-    settings = EngineSettings(config, model, eos_token_ids)
-    name: str = config.rollout.engine.name
-    if name == "vllm":
-        name = f"vllm/{resolved_core(settings, gpu=has_gpu())}"
-        prepare_environment(gpu=has_gpu(), return_experts=config.learner.router_replay)
-    if name == "hf" and config.learner.router_replay:
-        log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine=name)
-    # Imported here: vLLM reads its environment at import, and takes seconds.
-    with heavy_imports():
-        kind: Any = ENGINES.load(name)
-    started: Engine = await kind.start(settings)
+    if config.rollout.engine.name == "hf" and config.learner.router_replay:
+        log.warning("engine returns no experts: learner.router_replay has no effect on its answers", engine="hf")
+    started: Engine = await engine_class(config).start(EngineSettings(config, model, eos_token_ids))
     return started
 
 
-def resolved_core(settings: EngineSettings, *, gpu: bool) -> str:
+def engine_class(config: RunConfig) -> Any:
+    """The class of the configured engine; its import takes seconds. Raises: ImportError."""
+    name: str = config.rollout.engine.name
+    if name == "vllm":
+        name = f"vllm/{resolved_core(config.rollout.engine, config.weights, gpu=has_gpu())}"
+        prepare_environment(gpu=has_gpu(), return_experts=config.learner.router_replay)
+    # Imported here: vLLM reads its environment at import.
+    with heavy_imports():
+        return ENGINES.load(name)
+
+
+def resolved_core(engine: EngineConfig, weights: WeightsConfig, *, gpu: bool) -> str:
     """`rollout.engine.core`, resolved for this host."""
-    engine = settings.config.rollout.engine
     if engine.core != "auto":
         return engine.core
-    options = engine.options
-    several = any(options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
-    return "process" if gpu or several or settings.config.weights.direct else "inline"
+    several = any(engine.options.get(option, 1) > 1 for option in PARALLEL_OPTIONS)
+    return "process" if gpu or several or weights.direct else "inline"
 
 
 def engine_problems(engine: EngineConfig, weights: WeightsConfig, model: Path) -> list[str]:

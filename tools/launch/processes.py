@@ -5,7 +5,9 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.configs import RunConfig
@@ -17,7 +19,8 @@ from slipstream.tools.launch.placement import Placement, Role, Share
 from slipstream.tools.launch.ports import choose_ports
 from slipstream.tools.launch.restarts import MOST_ALIKE, Failure, learner_may_restart, restart_delay_s
 from slipstream.tools.launch.secrets import withheld_from
-from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
+from slipstream.tools.launch.standby import Standby
+from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor, child_environment
 
 MODULES: dict[Role, str] = {
     "buffer": "slipstream.buffer.cli",
@@ -52,9 +55,22 @@ class RunProcesses:
     for each checkpoint.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor, *, started_at: float) -> None:
-        """`started_at` is the start of the run by the monotonic clock."""
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        supervisor: Supervisor,
+        *,
+        started_at: float,
+        standbys: Mapping[str, Standby] = MappingProxyType({}),
+    ) -> None:
+        """
+        Args:
+            started_at: start of the run by the monotonic clock.
+            standbys: processes that import already, by the names of those that they become.
+        """
         self.placement = placement
+        self._standbys = dict(standbys)
         self._config = config
         self._supervisor = supervisor
         self._started_at = started_at
@@ -179,12 +195,31 @@ class RunProcesses:
                 "SLIPSTREAM_RUN_STARTED": repr(self._started_at),
                 PROCESS_VARIABLE: share.name,
             },
-            withheld=withheld_from(share.role, config, rank=share.index if is_rank else 0),
+            withheld=_withheld(share, config),
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s=config.learner.wait_deadline_s if is_rank else GRACE_S,
             team=share.role if is_rank else None,
             cores=share.cores,
+            ahead=self._standbys.pop(share.name, None),
         )
+
+
+def start_ahead(config: RunConfig, placement: Placement, closing: ExitStack) -> dict[str, Standby]:
+    """Lets the processes with slow imports import them; returns these by name. `closing` ends those never started."""
+    return {
+        share.name: closing.enter_context(
+            Standby(
+                MODULES[share.role],
+                config,
+                child_environment(share.name, placement.environment(share), withheld=_withheld(share, config)),
+            )
+        )
+        for share in (*placement.of("rollout"), *placement.of("learner"))
+    }
+
+
+def _withheld(share: Share, config: RunConfig) -> set[str]:
+    return withheld_from(share.role, config, rank=share.index if share.role == "learner" else 0)
 
 
 def python(module: str, *arguments: object) -> list[str]:

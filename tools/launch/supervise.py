@@ -15,8 +15,11 @@ from slipstream.configs.runtime import processes as guard
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.processes import die_with_parent, kill_members, living_members, signal_members
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.standby import Standby
 
 MARKER = "SLIPSTREAM_SUPERVISED"
+"""Variable in the environment of children and their descendants."""
+_TOKEN = f"{os.getpid()}-{time.time_ns()}"
 GRACE_S = 30.0
 REAP_S = 5.0
 """Covers the delay between the end of a process's last thread and its reaping."""
@@ -73,12 +76,11 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self._logs = logs
         self._signals = signals
-        self._token = f"{os.getpid()}-{time.time_ns()}"
 
     def __enter__(self) -> "Supervisor":
         self._guard = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:", "then"),
+                *(sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={_TOKEN}:", "then"),
                 *(sys.executable, "-P", "-m", "slipstream.tools.launch.leftovers"),
             ],
             stdin=subprocess.PIPE,
@@ -104,26 +106,30 @@ class Supervisor:
         grace_s: float = GRACE_S,
         team: str | None = None,
         cores: Collection[int] = (),
+        ahead: Standby | None = None,
     ) -> Child:
         """Starts a child without a shell, with the supervisor's environment, less `withheld`, and additions.
 
         Args:
             team: None: its name.
             cores: those that it is bound to; empty: the supervisor's.
+            ahead: the process that becomes this child, unless it has ended.
         """
-        inherited = {key: value for key, value in os.environ.items() if key not in withheld}
         console = self._logs / f"{name}.console"
         with console.open("ab") as output:
             console_start = output.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **(environment or {}), MARKER: f"{self._token}:{name};"},
-                start_new_session=True,
-                preexec_fn=_prepared(cores),  # noqa: PLW1509 - the supervisor has one thread while it starts children
-            )
+            if ahead is not None and ahead.start(command, environment or {}, output, cores):
+                process = ahead.process
+            else:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(name, environment or {}, withheld=withheld),
+                    start_new_session=True,
+                    preexec_fn=_prepared(cores),  # noqa: PLW1509 - this process has one thread while it starts children
+                )
         self._notify_guard(f"+{process.pid}\n")
         now = time.monotonic()
         self.children[name] = Child(name, process, console, console_start, grace_s, team or name, now)
@@ -176,7 +182,7 @@ class Supervisor:
 
     def _members(self, child: Child) -> tuple[set[int], bytes]:
         """The process group of a child, and the marker of its descendants."""
-        return {child.process.pid}, os.fsencode(f"{MARKER}={self._token}:{child.name};")
+        return {child.process.pid}, os.fsencode(f"{MARKER}={marker(child.name)}")
 
     def _notify_guard(self, line: str) -> None:
         assert self._guard.stdin is not None, "the guard was started with a pipe"
@@ -184,6 +190,17 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(line.encode())
             self._guard.stdin.flush()
+
+
+def marker(name: str) -> str:
+    """Value of `MARKER` for a child of this process."""
+    return f"{_TOKEN}:{name};"
+
+
+def child_environment(name: str, environment: Mapping[str, str], *, withheld: Collection[str]) -> dict[str, str]:
+    """Environment of a child: this process's, less `withheld`, additions, and the marker."""
+    inherited = {key: value for key, value in os.environ.items() if key not in withheld}
+    return {**inherited, **environment, MARKER: marker(name)}
 
 
 def _prepared(cores: Collection[int]) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 
 from slipstream.configs import RunConfig
@@ -21,7 +21,7 @@ from slipstream.tools.launch.machine import this_machine
 from slipstream.tools.launch.placement import Placement, memory_problems, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder
-from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint
+from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint, start_ahead
 from slipstream.tools.launch.progress import (
     Plan,
     Progress,
@@ -80,19 +80,22 @@ def command(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     placement = place(this_machine(), config, read_summary(folder))
-    _check(config)
-    _check_memory(config, placement)
-    if problems := disk_problems(config):
-        raise ConfigError(problems)
-    remove_leftovers()
-    with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
+    with ExitStack() as closing:
+        standbys = start_ahead(config, placement, closing)
+        _check(config)
+        _check_memory(config, placement)
+        if problems := disk_problems(config):
+            raise ConfigError(problems)
+        remove_leftovers()
+        closing.enter_context(hold_run_lock(folder, by=UP))
+        closing.enter_context(redirect_stdout(unbreakable_stdout()))
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
         print(placement.text, flush=True)
         with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
-            processes = RunProcesses(config, placement, supervisor, started_at=started_at)
+            processes = RunProcesses(config, placement, supervisor, started_at=started_at, standbys=standbys)
             screen = make_screen(plain=arguments.plain)
             launch = Launch(config, processes, supervisor, signals, screen, started_at)
             code = launch.run(undo_steps=arguments.undo_steps)

@@ -8,7 +8,6 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import EngineSettings
 from slipstream.rollout_servers.engines.registry import resolved_core, start_engine
 from tests.contract.engines import VLLM_WARNINGS
 
@@ -50,7 +49,7 @@ async def test_unsupported_settings_are_refused(
 )
 def test_core_is_chosen_by_the_host(engine: dict[str, Any], gpu: bool, core: str, tmp_path: Path) -> None:
     config = RunConfig.model_validate({"model": {"path": tmp_path}, "rollout": {"engine": engine}})
-    assert resolved_core(EngineSettings(config, tmp_path, eos_token_ids=()), gpu=gpu) == core
+    assert resolved_core(config.rollout.engine, config.weights, gpu=gpu) == core
 
 
 async def test_missing_vllm_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,8 @@ def test_stopped_run_leaves_no_process_even_if_its_folder_was_moved(tmp_path: Pa
     folder = tmp_path / "runs" / "demo"
     with running(tmp_path, all_started=True) as process:
         assert process.stderr is not None
+        log = folder / "logs" / "learner.jsonl"
+        until(lambda: log.exists() and "learner ready" in log.read_text())  # it makes the folder too
         folder.rename(tmp_path / "elsewhere")
         warning = process.stderr.readline()
         for file in ("config.yaml", "initial_model/config.json"):
