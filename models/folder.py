@@ -1,13 +1,13 @@
 """The models that engine and learner load: their folders, from disk or from a hub, and their identity."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from slipstream.configs.runtime.errors import ConfigError, format_error
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import ModelConfig
@@ -20,6 +20,8 @@ MODELSCOPE: Final = "modelscope:"
 SAMPLES = 16
 """Samples that a fingerprint takes of each file of weights, evenly spread."""
 SAMPLE_BYTES = 1 << 16
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
 
 
 def model_problems(model: ModelConfig, learner: LearnerConfig | None = None) -> list[str]:
@@ -138,6 +140,27 @@ def _downloaded(key: str, name: str, folder: str) -> Path:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ConfigError(f"{key}={name} holds no config.json or no *.safetensors: choose a model of transformers")
     return path
+
+
+@cache
+def text_decoder(model: Path) -> Decode:
+    """Decodes with a model's tokenizer; the library transformers, which takes seconds to import, is not needed.
+
+    Raises: SlipstreamError when the folder has none.
+    """
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing narrower)
+        raise SlipstreamError(f"{file} can't be read, so there is no text to show: {error}") from None
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    return decode
 
 
 def model_fingerprint(folder: Path) -> str:

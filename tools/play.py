@@ -21,7 +21,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.yaml_text import write_yaml
 from slipstream.env.base import Split
 from slipstream.env.registry import build_env, check_env_options, env_factory
-from slipstream.models.folder import initial_model
+from slipstream.models.folder import Decode, initial_model, text_decoder
 from slipstream.models.tiny import CHATML_TOOLS
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import REWARDS
@@ -29,7 +29,7 @@ from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, table_console
 from slipstream.tools.plugins import listed, options_of
-from slipstream.tools.transcript import Decode, Stretch, decoder_of, printable, stretches
+from slipstream.tools.transcript import Stretch, printable, stretches
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.engines.base import Engine
@@ -79,9 +79,9 @@ def command(argv: Sequence[str]) -> int:
         _check(config, weights=not arguments.keyboard)
         played = asyncio.run(_play(config, model, arguments))
         # A keyboard's tokens without a model are bytes, of no interest.
-        decode = None if model.parent == Path(folder) and arguments.keyboard else decoder_of(model)
+        decode = None if model.parent == Path(folder) and arguments.keyboard else text_decoder(model)
         if arguments.json:
-            print(json.dumps(_record(played, decoder_of(model)), indent=2, ensure_ascii=False, default=str))
+            print(json.dumps(_record(played, text_decoder(model)), indent=2, ensure_ascii=False, default=str))
         else:
             _print(played, decode, full=arguments.full)
     return 0

@@ -23,7 +23,7 @@ from slipstream.configs.foreign_keys import TRL, VERL
 from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import PluginSection, sections_in
-from slipstream.learner.metrics.catalog import CATALOG, Metric
+from slipstream.learner.metrics.catalog import CATALOG, Metric, Names
 
 FOLDER = Path("docs/reference")
 _CONFIGURATION = """\
@@ -39,6 +39,13 @@ All metrics, generated from their catalogue by `python -m slipstream.tools.refer
 record per step and evaluation, `summary.json` is written at the end of the run. Means are over actions (generated
 tokens) unless said otherwise, versions are policy versions, logarithms are natural. `<part>` in a name stands for any
 text.
+"""
+_ELSEWHERE = """
+## Names in other trainers
+
+What trackers get with `tracking.names: verl` or `trl`, where a metric has the same meaning there; others keep their
+name (of evaluations with `eval/` before it). `metrics.jsonl` always has the first column.
+
 """
 _FOREIGN = """\
 # Keys of verl and TRL
@@ -76,7 +83,7 @@ def pages() -> dict[str, str]:
     foreign = "".join(_foreign(framework, keys) for framework, keys in _FRAMEWORKS.items())
     return {
         "configuration.md": _CONFIGURATION + configuration,
-        "metrics.md": _METRICS + metrics,
+        "metrics.md": _METRICS + metrics + _names_elsewhere(),
         "foreign-keys.md": _FOREIGN + foreign,
     }
 
@@ -174,6 +181,19 @@ def _metrics(title: str, metrics: Iterable[Metric]) -> str:
         for metric in metrics
     ]
     return "\n".join([f"\n## {title}\n", "| metric | unit | |", "|---|---|---|", *rows]) + "\n"
+
+
+def _names_elsewhere() -> str:
+    """The table of metrics that other trainers have too."""
+    rows = []
+    for metric in (*CATALOG["step"], *CATALOG["eval"]):
+        if metric.elsewhere:
+            names = [metric.names, *(metric.elsewhere.get(whose, ()) for whose in get_args(Names))]
+            cells = (", ".join(f"`{name}`" for name in each) or "-" for each in names)
+            rows.append(f"| {' | '.join(cells)} |")
+    heading = " | ".join(["metric", *get_args(Names)])
+    rule = "|".join(["---"] * (1 + len(get_args(Names))))
+    return _ELSEWHERE + "\n".join([f"| {heading} |", f"|{rule}|", *rows]) + "\n"
 
 
 def _foreign(framework: str, keys: Mapping[str, str]) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 from slipstream.buffer.wire.codec import action_mask
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.metrics.samples import Kind, Sample, read_samples
+from slipstream.models.folder import Decode
 from slipstream.tools.cli import at_least
 from slipstream.tools.ledger.open import RUN_HELP, find_run
-from slipstream.tools.transcript import Decode, printable, run_decoder, stretches, text_of
+from slipstream.tools.transcript import printable, run_decoder, stretches, text_of
 
 ORDERS: Final[Mapping[str, Callable[[Sample], float]]] = {
     "best": lambda sample: -sample.trajectory.reward,

@@ -1,10 +1,9 @@
 """Trajectories as text: their tokens decoded, and cut where the policy's actions begin and end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -13,10 +12,8 @@ from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.model import ModelConfig
-from slipstream.models.folder import model_folder
+from slipstream.models.folder import Decode, model_folder, text_decoder
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
 SHOWN_CHARACTERS: Final = 4000
 """Characters that are shown of one stretch of text."""
 
@@ -42,8 +39,8 @@ class Stretch:
 def run_decoder(folder: RunPaths, model: ModelConfig) -> Decode:
     """Decodes with the tokenizer of a run. Raises: SlipstreamError when its model can't be found, or has none."""
     if model.path is None:
-        return decoder_of(folder.initial_model)
-    return decoder_of(model_folder("model.path", model.path, model.revision))
+        return text_decoder(folder.initial_model)
+    return text_decoder(model_folder("model.path", model.path, model.revision))
 
 
 def decoder_or_reason(folder: RunPaths, model: ModelConfig) -> tuple[Decode | None, str]:
@@ -52,26 +49,6 @@ def decoder_or_reason(folder: RunPaths, model: ModelConfig) -> tuple[Decode | No
         return run_decoder(folder, model), ""
     except SlipstreamError as error:
         return None, str(error)
-
-
-def decoder_of(model: Path) -> Decode:
-    """Decodes with a model's tokenizer; the library transformers, which takes seconds to import, is not needed.
-
-    Raises: SlipstreamError when the folder has none.
-    """
-    from tokenizers import Tokenizer
-
-    file = model / "tokenizer.json"
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing narrower)
-        raise SlipstreamError(f"{file} can't be read, so there is no text to show: {error}") from None
-
-    def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
-
-    return decode
 
 
 def stretches(trajectory: Trajectory, decode: Decode) -> list[Stretch]:

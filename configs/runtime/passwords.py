@@ -7,7 +7,9 @@ from typing import Final
 from slipstream.configs.runtime.errors import ConfigError
 
 REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-LEARNERS_SECRETS: Final = (REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY")
+LEARNERS_SECRETS: Final = (
+    *(REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+)
 """Variables with secrets that a learner may need, and a rollout server never."""
 
 _URL_CREDENTIALS = re.compile(r"(://)\S*@")

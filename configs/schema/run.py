@@ -174,19 +174,55 @@ class EvalConfig(Section):
 
 
 class SwanlabConfig(Section):
-    """SwanLab tracker (extra `trackers`)."""
+    """SwanLab (extra `swanlab`)."""
 
-    project: str = "slipstream"
-    """SwanLab project."""
     mode: Literal["local", "offline", "cloud", "disabled"] = "local"
     """`local` writes into the run folder and needs no network."""
 
 
-class TrackingConfig(Section):
-    """Trackers of metrics, besides `metrics.jsonl`, which is always written."""
+class WandbConfig(Section):
+    """Weights & Biases (extra `wandb`)."""
 
+    entity: str | None = None
+    """User or team; unset: the user's default."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run folder; `wandb sync` sends it later."""
+
+
+class MlflowConfig(Section):
+    """MLflow (extra `mlflow`)."""
+
+    uri: str | None = None
+    """Tracking server; unset: a database in the run folder, for `mlflow ui --backend-store-uri`."""
+
+
+class TensorboardConfig(Section):
+    """TensorBoard's event files, in the run folder (extra `tensorboard`)."""
+
+
+class TrackioConfig(Section):
+    """Trackio (extra `trackio`), which keeps its database below `TRACKIO_DIR`."""
+
+
+class TrackingConfig(Section):
+    """Trackers of metrics, besides `metrics.jsonl`, which is always written with the native names."""
+
+    names: Literal["native", "verl", "trl"] = "native"
+    """Names of the metrics that trackers get; those without such a name keep their own."""
+    samples: bool = True
+    """Trackers get samples of the answers, as tables."""
+    project: str = "slipstream"
+    """Project of the trackers, MLflow's experiment."""
     swanlab: SwanlabConfig | None = None
     """Also log to SwanLab."""
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases."""
+    mlflow: MlflowConfig | None = None
+    """Also log to MLflow."""
+    tensorboard: TensorboardConfig | None = None
+    """Also log to TensorBoard."""
+    trackio: TrackioConfig | None = None
+    """Also log to Trackio."""
 
 
 class RunConfig(Section):

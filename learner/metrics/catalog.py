@@ -1,12 +1,20 @@
-"""The catalogue of all metrics: name, unit and meaning. `docs/reference/metrics.md` is generated from it."""
+"""The catalogue of all metrics: name, unit, meaning, and their names in verl, TRL and prime-rl.
+
+`docs/reference/metrics.md` is generated from it. Another's name stands where that metric has the same meaning.
+Sources: verl `verl/trainer/ppo/metric_utils.py`, its actor and its guide to asynchronous training; TRL 1.16
+`grpo_trainer.py`; prime-rl `orchestrator.py`, `docs/`.
+"""
 
 # ruff: noqa: E501, RUF001  (one line for each metric, in the notation of papers)
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, Literal
 
 Kind = Literal["step", "eval", "summary"]
+Names = Literal["verl", "trl", "prime-rl"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,8 @@ class Metric:
     names: tuple[str, ...]
     unit: str
     meaning: str
+    elsewhere: Mapping[Names, tuple[str, ...]] = field(default_factory=dict)
+    """Its names in other trainers, several where they have several for it; of a single metric only."""
 
     def matches(self, key: str) -> bool:
         """True if `key`, as it stands in a record, is one of these metrics."""
@@ -25,24 +35,62 @@ class Metric:
         return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
-def _metric(names: str, unit: str, meaning: str) -> Metric:
-    return Metric(tuple(names.split()), unit, meaning)
+def _metric(names: str, unit: str, meaning: str, *, verl: str = "", trl: str = "", prime_rl: str = "") -> Metric:
+    elsewhere: dict[Names, tuple[str, ...]] = {
+        "verl": tuple(verl.split()), "trl": tuple(trl.split()), "prime-rl": tuple(prime_rl.split()),
+    }  # fmt: skip
+    return Metric(tuple(names.split()), unit, meaning, {name: given for name, given in elsewhere.items() if given})
 
 
 STEP: Final = (
     _metric("time_s", "s", "since the start of the run, or of its part since a restart"),
     _metric("step steps", "steps", "steps done, of how many"),
     _metric("policy_version", "version", "latest published version after this step"),
-    _metric("reward reward_std", "", "mean and standard deviation of the episodes' rewards"),
-    _metric("groups_without_spread", "0–1", "share of groups whose episodes have equal rewards: nothing to learn from"),
+    _metric(
+        "reward",
+        "",
+        "mean of the episodes' rewards",
+        verl="critic/rewards/mean critic/score/mean",
+        trl="reward",
+        prime_rl="reward/all/mean",
+    ),
+    _metric("reward_std", "", "their standard deviation", trl="reward_std", prime_rl="reward/all/std"),
+    _metric(
+        "groups_without_spread",
+        "0–1",
+        "share of groups whose episodes have equal rewards: nothing to learn from",
+        trl="frac_reward_zero_std",
+    ),
     _metric(
         "score/<reward>",
         "",
         "mean score by that reward, also at weight 0; `score/overlong`: the penalty of `rollout.overlong`",
+        trl="rewards/<reward>/mean",
     ),
-    _metric("answer_tokens answer_tokens_min answer_tokens_max", "tokens", "actions per episode: mean, least, most"),
     _metric(
-        "answers_cut_off", "0–1", "share of episodes ended by `rollout.sampling.max_tokens` or `rollout.episode.tokens`"
+        "answer_tokens",
+        "tokens",
+        "actions per episode: mean",
+        verl="response_length/mean",
+        trl="completions/mean_length",
+        prime_rl="decode_len/all/mean",
+    ),
+    _metric("answer_tokens_min", "tokens", "the same: least", verl="response_length/min", trl="completions/min_length"),
+    _metric(
+        "answer_tokens_max",
+        "tokens",
+        "the same: most",
+        verl="response_length/max",
+        trl="completions/max_length",
+        prime_rl="decode_len/all/max",
+    ),
+    _metric(
+        "answers_cut_off",
+        "0–1",
+        "share of episodes ended by `rollout.sampling.max_tokens` or `rollout.episode.tokens`",
+        verl="response_length/clip_ratio",
+        trl="completions/clipped_ratio",
+        prime_rl="is_truncated/all/mean",
     ),
     _metric(
         "ended/done ended/stop ended/length ended/turns ended/tokens ended/wall",
@@ -52,28 +100,63 @@ STEP: Final = (
     ),
     _metric("trajectories_per_episode", "", "more than 1 where the chat template rewrites earlier turns"),
     _metric(
-        "staleness_mean staleness_max",
+        "staleness_mean",
         "versions",
-        "publications between the stalest of a trajectory's actions and the step",
+        "publications between the stalest of a trajectory's actions and the step: mean",
+        verl="training/off_policy/trajectory_staleness_worst/mean",
+        prime_rl="off_policy/mean",
     ),
     _metric(
-        "staleness_in_flight", "versions", "mean part that arose during generation: between stalest and freshest action"
-    ),
-    _metric("staleness_in_queue", "versions", "mean part that arose in the queue: staleness of the freshest action"),
-    _metric("loss", "", "loss under `learner.loss.aggregation`, mean over the step's updates"),
-    _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
-    _metric("weight_mean", "", "mean of w; 1 in expectation"),
-    _metric(
-        "kl_k1 kl_k3",
-        "nats",
-        "KL(μ‖π_θ): k1 = −log(π_θ/μ), unbiased; k3 = π_θ/μ − 1 − log(π_θ/μ), non-negative and less noisy; log ratios within ±20",
+        "staleness_max",
+        "versions",
+        "the same: most",
+        verl="training/off_policy/trajectory_staleness_worst/max",
+        prime_rl="off_policy/max",
     ),
     _metric(
-        "chi2_token chi2_sequence",
+        "staleness_in_flight",
+        "versions",
+        "mean part that arose during generation: between stalest and freshest action",
+        prime_rl="off_policy/in_flight/mean",
+    ),
+    _metric(
+        "staleness_in_queue",
+        "versions",
+        "mean part that arose in the queue: staleness of the freshest action",
+        verl="training/off_policy/trajectory_staleness/mean",
+        prime_rl="off_policy/in_queue/mean",
+    ),
+    _metric(
+        "loss",
         "",
-        "χ²(π_θ‖μ) = E[w²] − 1 of the actions' ratios, and of their products over a sequence; log ratios within ±20",
+        "loss under `learner.loss.aggregation`, mean over the step's updates",
+        verl="actor/pg_loss",
+        trl="loss",
+        prime_rl="loss/mean",
     ),
-    _metric("clip_fraction", "0–1", "actions whose gradient the ratio's clip stopped"),
+    _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
+    _metric("weight_mean", "", "mean of w; 1 in expectation", trl="sampling/importance_sampling_ratio/mean"),
+    _metric(
+        "kl_k1",
+        "nats",
+        "KL(μ‖π_θ) by k1 = −log(π_θ/μ), unbiased; log ratios within ±20; verl's is from its old policy, which is μ there if nothing is scored again",
+        verl="actor/ppo_kl",
+    ),
+    _metric("kl_k3", "nats", "the same by k3 = π_θ/μ − 1 − log(π_θ/μ), non-negative and less noisy"),
+    _metric(
+        "chi2_token",
+        "",
+        "χ²(π_θ‖μ) = E[w²] − 1 of the actions' ratios; log ratios within ±20",
+        verl="rollout_corr/chi2_token",
+    ),
+    _metric("chi2_sequence", "", "the same of their products over a sequence", verl="rollout_corr/chi2_seq"),
+    _metric(
+        "clip_fraction",
+        "0–1",
+        "actions whose gradient the ratio's clip stopped",
+        verl="actor/pg_clipfrac",
+        trl="clip_ratio/region_mean",
+    ),
     _metric("truncated_fraction", "0–1", "actions whose importance weight was capped, or set to 0 by a band"),
     _metric("masked_fraction", "0–1", "actions left out by the correction (rejections, second moment, veto)"),
     _metric(
@@ -81,31 +164,47 @@ STEP: Final = (
         "0–1",
         "the same by reason: `<level>_<estimator>` of a rejection, `veto`, `second_moment`; reasons may overlap",
     ),
-    _metric("entropy", "nats", "mean entropy of the target policy"),
+    _metric("entropy", "nats", "mean entropy of the target policy", verl="actor/entropy", trl="entropy"),
     _metric(
         "mismatch_tokens",
         "actions",
         "actions generated by the learner's present version; the next metrics are over these, and absent without any",
     ),
-    _metric("mismatch_abs", "nats", "mean |log π_prox − log μ|: engine against learner at the same weights"),
-    _metric("mismatch_k1 mismatch_k3", "nats", "KL(μ‖π_prox) on them by both estimators"),
+    _metric(
+        "mismatch_abs",
+        "nats",
+        "mean |log π_prox − log μ|: engine against learner at the same weights",
+        trl="sampling/sampling_logp_difference/mean",
+    ),
+    _metric(
+        "mismatch_probability",
+        "0–1",
+        "the same of the probabilities: mean |π_prox − μ|",
+        verl="training/rollout_probs_diff_mean",
+    ),
+    _metric("mismatch_k1", "nats", "KL(μ‖π_prox) on them by k1"),
+    _metric("mismatch_k3", "nats", "the same by k3", prime_rl="mismatch_kl/all/mean"),
     _metric("actions", "actions", "actions trained on"),
-    _metric("tokens", "tokens", "input tokens trained on, prompts included"),
+    _metric("tokens", "tokens", "input tokens trained on, prompts included", verl="perf/total_num_tokens"),
     _metric("answers", "episodes", "episodes trained on"),
     _metric(
-        "reference_kl kl_coefficient",
-        "nats, –",
-        "estimate of KL(π_θ‖π_ref) by `learner.kl.estimator`, and its coefficient; with `learner.kl`",
+        "reference_kl",
+        "nats",
+        "estimate of KL(π_θ‖π_ref) by `learner.kl.estimator`; with `learner.kl`",
+        verl="actor/kl_loss",
+        trl="kl",
     ),
+    _metric("kl_coefficient", "", "its coefficient", verl="actor/kl_coef"),
+    _metric("value_loss", "", "the critic's loss; with `learner.critic`", verl="critic/vf_loss"),
+    _metric("value_clip_fraction", "0–1", "share of clipped values", verl="critic/vf_clipfrac"),
     _metric(
-        "value_loss value_clip_fraction",
-        "",
-        "the critic's loss, and the share of clipped values; with `learner.critic`",
+        "value_explained",
+        "≤ 1",
+        "1 − (mean squared error of the values before the step) / variance of the returns",
+        verl="critic/vf_explained_var",
     ),
-    _metric(
-        "value_explained", "≤ 1", "1 − (mean squared error of the values before the step) / variance of the returns"
-    ),
-    _metric("critic_lr critic_grad_norm", "", "as `lr` and `grad_norm`, of the critic"),
+    _metric("critic_lr", "", "as `lr`, of the critic", verl="critic/lr"),
+    _metric("critic_grad_norm", "", "as `grad_norm`, of the critic", verl="critic/grad_norm"),
     _metric(
         "throttle/max_staleness throttle/lr_scale", "versions, 0–1", "state of the throttle; with `learner.throttle`"
     ),
@@ -120,15 +219,29 @@ STEP: Final = (
         "0–1",
         "share of input tokens with the engine's experts, and share of those, by token and layer, for which the learner's router would choose others; with `learner.router_replay`",
     ),
-    _metric("grad_norm", "", "global gradient norm before clipping, of the last update"),
+    _metric(
+        "grad_norm",
+        "",
+        "global gradient norm before clipping, of the last update",
+        verl="actor/grad_norm",
+        trl="grad_norm",
+        prime_rl="optim/grad_norm",
+    ),
     _metric("skipped_updates", "updates", "updates skipped for a non-finite gradient, since the learner's start"),
-    _metric("lr", "", "learning rate"),
-    _metric("wait_s", "s", "time the learner waited for groups"),
-    _metric("train_s", "s", "proximal log-probs and all updates"),
+    _metric("lr", "", "learning rate", verl="actor/lr", trl="learning_rate", prime_rl="optim/lr"),
+    _metric("wait_s", "s", "time the learner waited for groups", verl="timing_s/gen", prime_rl="time/wait_for_batch"),
+    _metric("train_s", "s", "proximal log-probs and all updates", verl="timing_s/update_actor"),
     _metric(
         "publish_s", "s", "ledger, reporting and handing over the weights, with the wait for the publication before"
     ),
-    _metric("step_s", "s", "the whole step, checkpoint included"),
+    _metric(
+        "step_s",
+        "s",
+        "the whole step, checkpoint included",
+        verl="timing_s/step perf/time_per_step",
+        trl="step_time",
+        prime_rl="time/step",
+    ),
     _metric("learner_idle_fraction", "0–1", "share of `wait_s` in `step_s`, over the last 2 s or this step"),
     _metric(
         "generator_idle_fraction",
@@ -136,7 +249,12 @@ STEP: Final = (
         "share of time without a running episode on the rollout servers, over about the last 2 s",
     ),
     _metric("tokens_generated_per_s", "actions/s", "all rollout servers, over the same time"),
-    _metric("weight_sync_s", "s", "last publication, until the last server had installed it"),
+    _metric(
+        "weight_sync_s",
+        "s",
+        "last publication, until the last server had installed it",
+        verl="timing_s/update_weights",
+    ),
     _metric("generation_stall_s", "s", "pause of a server's generation in the last update"),
     _metric("weights/members", "servers", "rollout servers that receive weights"),
     _metric("weights/evictions", "", "evictions since the learner's start"),
@@ -180,6 +298,8 @@ EVAL: Final = (
         "score",
         "",
         "mean reward, or score by `eval.reward`, over the answered tasks (mean@k with `eval.samples` = k); null if none was",
+        verl="val-core/eval/reward/mean",
+        trl="eval_reward",
     ),
     _metric("score_interval", "", "half the width of the score's 95 % interval, by the spread over tasks"),
     _metric(
@@ -261,3 +381,35 @@ SUMMARY: Final = (
 )
 
 CATALOG: Final[dict[Kind, tuple[Metric, ...]]] = {"step": STEP, "eval": EVAL, "summary": SUMMARY}
+
+
+def translate(numbers: Mapping[str, float], kind: Literal["step", "eval"], names: str) -> dict[str, float]:
+    """Numbers of a record under the names of another trainer.
+
+    Args:
+        kind: of the record; numbers of an evaluation without another name begin with `eval/`.
+        names: `native`, or whose names: see `Names`. What has none there keeps its own.
+    """
+    prefix = "eval/" if kind == "eval" else ""
+    translated = {}
+    for key, value in numbers.items():
+        for name in _elsewhere(key, kind, names) or (prefix + key,):
+            translated[name] = value
+    return translated
+
+
+@cache
+def _elsewhere(key: str, kind: Kind, names: str) -> tuple[str, ...]:
+    """Another trainer's names of a metric; none if it has none."""
+    for metric in CATALOG[kind]:
+        if metric.matches(key):
+            given = next((found for name, found in metric.elsewhere.items() if name == names), ())
+            part = _part(metric.names[0], key)
+            return tuple(re.sub(r"<\w+>", part.replace("\\", ""), name) for name in given)
+    return ()
+
+
+def _part(name: str, key: str) -> str:
+    """The text in `key` in place of the `<part>` of a metric's name; empty if it has none."""
+    before, _, after = re.sub(r"<\w+>", "\0", name).partition("\0")
+    return key.removeprefix(before).removesuffix(after)

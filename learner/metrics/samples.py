@@ -8,10 +8,13 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from slipstream.buffer.wire.codec import action_mask
+from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.metrics.destinations import Row
+from slipstream.learner.metrics.trackers import Tracker
+from slipstream.models.folder import Decode, text_decoder
 
 log = get_log("learner.samples")
 
@@ -44,15 +47,27 @@ _decoder: Final = msgspec.msgpack.Decoder(list[Sample])
 class SampleStore:
     """Writes samples into a folder. A failure to write is logged once, and costs the samples only."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trackers: Sequence[Tracker] = (), model: Path | None = None) -> None:
+        """
+        Args:
+            trackers: get the samples too, as text.
+            model: folder with the tokenizer for that; None: they get none.
+        """
         self._folder = folder
+        self._model = model
+        self._trackers = trackers
         self._is_broken = False
 
     def keep(self, kind: Kind, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Keeps a few of a step's, or an evaluation's, trajectories."""
         chosen = choose(trajectories, seed=number)
         samples = [Sample(kind, number, why, trajectories[index]) for why, index in chosen.items()]
-        if not samples or self._is_broken:
+        if not samples:
+            return
+        if (model := self._model) is not None:
+            for tracker in self._trackers:
+                tracker.add_rows(f"samples/{kind}", lambda: [_row(sample, text_decoder(model)) for sample in samples])
+        if self._is_broken:
             return
         try:
             self._folder.mkdir(exist_ok=True)
@@ -67,6 +82,20 @@ class SampleStore:
         if len(files) > MOST_FILES:
             for file in files[1 : len(files) // 2 : 2]:
                 file.unlink(missing_ok=True)
+
+
+def _row(sample: Sample, decode: Decode) -> Row:
+    """A sample as a row of a table."""
+    trajectory = sample.trajectory
+    ids, start = token_ids(trajectory), int(np.argmax(action_mask(trajectory)))
+    return {
+        "number": float(sample.number),
+        "chosen": sample.chosen,
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.finish_reason,
+        "prompt": decode(ids[:start].tolist()),
+        "answer": decode(ids[start:].tolist()),
+    }
 
 
 def choose(trajectories: Sequence[Trajectory], *, seed: int) -> dict[str, int]:

@@ -21,7 +21,8 @@ from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
-    "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
+    "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
+    "input_tokens",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -79,6 +80,7 @@ class StepSums:
                 mismatch_k1=-mismatch_BT.sum(),
                 mismatch_k3=k3(mismatch_BT).sum(),
                 mismatch_abs=mismatch_BT.abs().sum(),
+                mismatch_probability=((values.initial_BT.exp() - values.behaviour_BT.exp()) * same_BT).abs().sum(),
             )
 
     def add_masked(self, masked: Mapping[str, Tensor]) -> None:
@@ -126,7 +128,8 @@ def _policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
         metrics["reference_kl"] = total["reference_kl"] / total["referenced"]
     if same:
         metrics |= {"mismatch_tokens": same}
-        metrics |= {name: total[name] / same for name in ("mismatch_k1", "mismatch_k3", "mismatch_abs")}
+        of_same_version = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability")
+        metrics |= {name: total[name] / same for name in of_same_version}
     return metrics
 
 

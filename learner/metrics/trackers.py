@@ -1,21 +1,47 @@
-"""Destinations of metrics: JSON lines always, others by the sections of `tracking`."""
+"""Trackers of metrics and samples: JSON lines always, others by the sections of `tracking`, each in a thread."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, Final, Protocol
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.registry import Registry
+from slipstream.configs.runtime.errors import ConfigError, format_error
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.run import TrackingConfig
+from slipstream.learner.metrics.catalog import translate
+from slipstream.learner.metrics.destinations import Destination, Row, TrackedRun
+
+log = get_log("learner.tracking")
 
 LONGEST_LINE_BYTES: Final = 1 << 20
-TRACKERS: Final = Registry("tracker", {"swanlab": "slipstream.learner.metrics.swanlab:SwanlabTracker"})
+MOST_WAITING: Final = 4096
+"""Records and samples that wait for a tracker; beyond that, new ones are not sent."""
+TRIES: Final = 3
+"""Attempts to store a record, which a tracker may refuse for ever."""
+LONGEST_PAUSE_S: Final = 60.0
+CLOSING_S: Final = 30.0
+"""Time that a tracker has at the end of a run to send what is left."""
+DESTINATIONS: Final = Registry(
+    "tracker",
+    {
+        name: f"slipstream.learner.metrics.destinations:{name.capitalize()}"
+        for name in ("swanlab", "wandb", "mlflow", "tensorboard", "trackio")
+    },
+)
 """Trackers besides `metrics.jsonl`, by their section of `tracking`."""
+PACKAGES: Final = {"tensorboard": "tensorboardX"}
+"""Packages with another name than their tracker."""
+NOT_METRICS: Final = {"kind", "step", "steps", "time_s"}
 
 Record = Mapping[str, float | int | str]
 """One measurement; its key `kind` is `step`, `eval` or `finish`."""
@@ -26,6 +52,13 @@ class Tracker(Protocol):
 
     def log(self, record: Record) -> None:
         """Stores or sends one record; must not block on a network."""
+
+    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
+        """Adds rows to a table, if it has any; must not block on a network.
+
+        Args:
+            rows: makes them, which may take a while; called in another thread, if at all.
+        """
 
     def close(self) -> None:
         """Flushes; nothing is logged afterwards."""
@@ -39,11 +72,124 @@ def build_trackers(
     Args:
         recorded: the configuration that a tracker records.
 
-    Raises: ConfigError when a configured tracker is not installed or can't start.
+    Raises: ConfigError when a configured tracker is not installed.
     """
-    configured = {name: settings for name, settings in tracking if settings is not None}
-    others = [TRACKERS.load(name)(settings, paths, run=run, recorded=recorded) for name, settings in configured.items()]
+    configured = {name: settings for name, settings in tracking if isinstance(settings, Section)}
+    if missing := [name for name in configured if find_spec(PACKAGES.get(name, name)) is None]:
+        raise ConfigError(
+            [
+                f"tracking.{name}: the package {PACKAGES.get(name, name)} is not installed; pip install "
+                f"'slipstream[{name}]', or leave tracking.{name} out"
+                for name in missing
+            ]
+        )
+
+    tracked = TrackedRun(run, tracking.project, paths, recorded)
+
+    def opening(name: str, settings: Section) -> Callable[[], Destination]:
+        def open_destination() -> Destination:
+            destination: Destination = DESTINATIONS.load(name)(settings, tracked)
+            return destination
+
+        return open_destination
+
+    others = [BackgroundTracker(name, opening(name, settings), tracking) for name, settings in configured.items()]
     return [JsonlTracker(paths.metrics), *others]
+
+
+class BackgroundTracker:
+    """Hands records and rows to a destination in a thread of its own, and never delays the caller.
+
+    A destination that can't be opened, or fails, is named once and tried again with growing pauses. What it refuses
+    three times, and what comes when too much waits, is counted.
+
+    Attributes:
+        lost: records, and groups of rows, that were not stored.
+    """
+
+    def __init__(self, name: str, opening: Callable[[], Destination], tracking: TrackingConfig) -> None:
+        """Starts the thread; `opening` opens the destination, may block, and raise anything."""
+        self.lost = 0
+        self._name = name
+        self._opening = opening
+        self._tracking = tracking
+        self._destination: Destination | None = None
+        self._waiting: Queue[Callable[[Destination], None] | None] = Queue(MOST_WAITING)
+        self._closing = threading.Event()
+        self._failures: set[str] = set()
+        self._step = 0
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record) -> None:
+        """Sends the numbers of a record of kind `step` or `eval`."""
+        kind = record.get("kind")
+        if kind not in ("step", "eval"):
+            return
+        self._step = step = int(record.get("step", self._step))
+        values = {name: value for name, value in record.items() if name not in NOT_METRICS}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        translated = translate(numbers, "eval" if kind == "eval" else "step", self._tracking.names)
+        self._add(lambda destination: destination.log(translated, step=step))
+
+    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
+        """Sends rows, unless `tracking.samples` is off."""
+        step = self._step
+        if self._tracking.samples:
+            self._add(lambda destination: destination.add_rows(table, rows(), step=step))
+
+    def close(self) -> None:
+        """Waits for what is left to be sent, for a bounded time."""
+        self._closing.set()
+        with suppress(Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(CLOSING_S)
+        unsent = self.lost + self._waiting.qsize() if self._thread.is_alive() else self.lost
+        if unsent:
+            log.warning("not all was sent to a tracker; metrics.jsonl has all", tracker=self._name, unsent=unsent)
+
+    def _add(self, item: Callable[[Destination], None]) -> None:
+        try:
+            self._waiting.put_nowait(item)
+        except Full:
+            self.lost += 1
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            for attempt in range(TRIES):
+                if self._attempt(item):
+                    break
+                self._closing.wait(min(2.0**attempt, LONGEST_PAUSE_S))
+            else:
+                self.lost += 1
+        if self._destination is not None:
+            self._guarded(self._destination.close)
+
+    def _attempt(self, item: Callable[[Destination], None]) -> bool:
+        """Opens the destination, until that succeeds or the run ends, and gives it an item."""
+        pause_s = 1.0
+        while self._destination is None:
+            if not self._guarded(self._open):
+                if self._closing.wait(pause_s):
+                    return False
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        destination = self._destination
+        return self._guarded(lambda: item(destination))
+
+    def _open(self) -> None:
+        self._destination = self._opening()
+
+    def _guarded(self, call: Callable[[], None]) -> bool:
+        """Calls; False after an exception, which is logged once for each text."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  (a tracker's package may raise anything)
+            reason = format_error(error)
+            if reason not in self._failures:
+                self._failures.add(reason)
+                log.warning("a tracker fails; training goes on", tracker=self._name, error=reason)
+            return False
+        return True
 
 
 class JsonlTracker:
@@ -72,6 +218,9 @@ class JsonlTracker:
             with suppress(OSError):
                 self._file.truncate(size)
             raise
+
+    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
+        """Nothing: the run folder has samples of its own."""
 
     def close(self) -> None:
         """Closes the file."""

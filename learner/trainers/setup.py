@@ -63,7 +63,7 @@ class RankSetup:
             ) from None
 
     def build_trackers(self) -> list[Tracker]:
-        """The configured trackers. Raises: ConfigError when one is not installed or can't start."""
+        """The configured trackers. Raises: ConfigError when one is not installed."""
         config = self.config
         recorded = config.model_dump(mode="json")
         return build_trackers(config.paths, config.tracking, run=config.run.name, recorded=recorded)

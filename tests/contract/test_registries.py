@@ -12,14 +12,14 @@ from slipstream.configs.schema.run import TrackingConfig
 from slipstream.configs.schema.weights import TRANSPORTS, TransportName
 from slipstream.env.adapters.textarena import OPPONENTS
 from slipstream.env.registry import ENVS, TOOLS
-from slipstream.learner.metrics.trackers import TRACKERS
+from slipstream.learner.metrics.trackers import DESTINATIONS
 from slipstream.rewards.registry import REWARDS
 from slipstream.rollout_servers.engines.registry import ENGINES
 
 SENDERS = Registry("sender", {name: transport.sender for name, transport in TRANSPORTS.items()})
 RECEIVERS = Registry("receiver", {name: kind.receiver for name, kind in TRANSPORTS.items() if kind.receiver})
 REGISTRIES = (
-    ADVANTAGES, ENGINES, ENVS, LOSSES, OPPONENTS, RECEIVERS, REWARDS, SENDERS, TOOLS, TRACKERS, TRAINERS,
+    ADVANTAGES, DESTINATIONS, ENGINES, ENVS, LOSSES, OPPONENTS, RECEIVERS, REWARDS, SENDERS, TOOLS, TRAINERS,
 )  # fmt: skip
 NAMES = [(registry, name) for registry in REGISTRIES for name in registry.built_in]
 
@@ -32,5 +32,5 @@ def test_each_name_has_an_implementation(registry: Registry, name: str) -> None:
 def test_schema_and_registries_have_the_same_names() -> None:
     engines = {name.partition("/")[0] for name in ENGINES.built_in}
     assert engines == set(get_args(EngineConfig.model_fields["name"].annotation))
-    assert set(TRACKERS.built_in) == set(TrackingConfig.model_fields)
+    assert set(DESTINATIONS.built_in) == set(TrackingConfig.model_fields) - {"names", "samples", "project"}
     assert {transport.key for transport in TRANSPORTS.values()} == set(get_args(TransportName))

@@ -17,9 +17,10 @@ from slipstream.buffer.store.reader import STORED, GroupRecord, LedgerReader
 from slipstream.buffer.wire.codec import FrameError, action_mask, behaviour_logprobs, decode_group, token_ids
 from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.models.folder import Decode
 from slipstream.tools.cli import new_file
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
-from slipstream.tools.transcript import Decode, decoder_or_reason
+from slipstream.tools.transcript import decoder_or_reason
 
 DURABLE = "durable"
 GROUPS_PER_READ = 16

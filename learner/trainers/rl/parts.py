@@ -189,8 +189,9 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
     setup.cleanup.callback(buffer.close)
     publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
     setup.cleanup.callback(publisher.close)
+    trackers = setup.build_trackers()
     reporter = RLReporter(
-        setup.build_trackers(),
+        trackers,
         publisher.metrics,
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
@@ -201,4 +202,6 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
         eval_reward=config.eval.reward,
         started=setup.started,
     )
-    return RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
+    return RootServices(
+        buffer, publisher, reporter, SampleStore(config.paths.samples, trackers=trackers, model=setup.initial_model)
+    )

@@ -1,61 +1,31 @@
-"""Trackers: JSON lines in the run folder, and SwanLab."""
+"""Trackers: JSON lines in the run folder, and others in threads."""
 
 import json
 import shutil
-import struct
-import subprocess
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.learner.metrics.trackers import JsonlTracker, Record, Tracker, build_trackers
+from slipstream.configs.schema.run import TrackingConfig
+from slipstream.learner.metrics.destinations import Row
+from slipstream.learner.metrics.trackers import BackgroundTracker, JsonlTracker, Record, build_trackers
 from tests.full_disk import files_of_at_most
+from tests.tools.run_command import until
 
+DEADLINE_S = 60.0
 STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
-# Logs to SwanLab in a process of its own, because SwanLab changes the process that it is in.
-LOG_TO_SWANLAB = """
-import sys
-from slipstream.configs import RunConfig
-from slipstream.learner.metrics.trackers import Record
-from slipstream.learner.metrics.trackers import build_trackers
-config = RunConfig.model_validate_json(sys.argv[1])
-trackers = build_trackers(config.paths, config.tracking, run="tracked", recorded={})
-assert [type(tracker).__name__ for tracker in trackers] == ["JsonlTracker", "SwanlabTracker"]
-for tracker in trackers:
-    tracker.log({"kind": "step", "step": 3, "steps": 9, "reward": 0.25, "buffer/ready": 12, "note": "text"})
-    tracker.log({"kind": "eval", "policy_version": 3, "score": 0.625})
-    tracker.log({"kind": "finish", "reward": 0.875})
-    tracker.close()
-"""
 
 
 def configuration(folder: Path, **tracking: Any) -> RunConfig:
     return RunConfig.model_validate(
         {"run": {"name": "tracked", "dir": str(folder)}, "model": {"build": "digits"}, "tracking": tracking}
     )
-
-
-def trackers_of(config: RunConfig) -> list[Tracker]:
-    return build_trackers(config.paths, config.tracking, run=config.run.name, recorded={})
-
-
-def stored_records(run_folder: Path) -> Iterator[bytes]:
-    """What SwanLab has stored of a run, by its own reader."""
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
-
-    (path,) = run_folder.glob("*.swanlab")
-    reader = DataStoreReader()
-    reader.open(path)
-    yield from reader
-    reader.close()
 
 
 def test_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -121,28 +91,138 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
-    with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):
-        trackers_of(configuration(tmp_path, swanlab={}))
+@pytest.mark.parametrize("name", ["swanlab", "wandb", "mlflow", "tensorboard", "trackio"])
+def test_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("slipstream.learner.metrics.trackers.find_spec", lambda _: None)
+    config = configuration(tmp_path, **{name: {}})
+    with pytest.raises(ConfigError, match=rf"slipstream\[{name}\]"):
+        build_trackers(config.paths, config.tracking, run="tracked", recorded={})
 
 
-@pytest.mark.skipif(find_spec("swanlab") is None, reason="needs the extra trackers")
-@pytest.mark.parametrize("mode", ["local", "offline"])
-def test_swanlab_logs_steps_and_evaluations_offline(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, "secret")
-    config = configuration(tmp_path, swanlab={"mode": mode})
-    command = [sys.executable, "-c", LOG_TO_SWANLAB, config.model_dump_json()]
-    # Nothing but loopback, and not even that is up, where the machine lets us make such a network.
-    alone = ["unshare", "--user", "--map-root-user", "--net"]
-    if which("unshare") and subprocess.run([*alone, "true"], check=False).returncode == 0:
-        command = [*alone, *command]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
-    (run_folder,) = (tmp_path / "tracked" / "swanlab").glob("run-*")
-    files = [path for path in run_folder.rglob("*") if path.is_file()]
-    logged = b"".join(stored_records(run_folder))
-    assert not any(b"secret" in content for content in [logged, *(path.read_bytes() for path in files)])
-    for name, value in (("reward", 0.25), ("buffer/ready", 12.0), ("eval/score", 0.625)):
-        assert name.encode() in logged
-        assert struct.pack("<d", value) in logged
-    assert struct.pack("<d", 0.875) not in logged
+# --- in a thread ------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """A destination in memory that fails as often as it is told."""
+
+    def __init__(self, *, fails: int = 0) -> None:
+        self.fails = fails
+        self.numbers: list[tuple[int, dict[str, float]]] = []
+        self.rows: list[tuple[str, int, list[Row]]] = []
+        self.closed = False
+
+    def open(self) -> "Kept":
+        self._fail()
+        return self
+
+    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
+        self._fail()
+        self.numbers.append((step, dict(numbers)))
+
+    def add_rows(self, table: str, rows: Sequence[Row], *, step: int) -> None:
+        self.rows.append((table, step, list(rows)))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _fail(self) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("no route to host")
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.learner.metrics.trackers.LONGEST_PAUSE_S", 0.01)
+
+
+def background(destination: Kept, **tracking: Any) -> BackgroundTracker:
+    return BackgroundTracker("kept", destination.open, TrackingConfig(**tracking))
+
+
+@pytest.mark.parametrize(
+    ("names", "step", "evaluation"),
+    [
+        ("native", {"reward": 0.25, "score/math": 1.0, "lr": 0.1}, {"eval/score": 0.5, "eval/tasks": 8.0}),
+        (
+            "verl",
+            {"critic/rewards/mean": 0.25, "critic/score/mean": 0.25, "score/math": 1.0, "actor/lr": 0.1},
+            {"val-core/eval/reward/mean": 0.5, "eval/tasks": 8.0},
+        ),
+        (
+            "trl",
+            {"reward": 0.25, "rewards/math/mean": 1.0, "learning_rate": 0.1},
+            {"eval_reward": 0.5, "eval/tasks": 8.0},
+        ),
+    ],
+)
+def test_tracker_gets_numbers_under_the_chosen_names(
+    names: str, step: dict[str, float], evaluation: dict[str, float]
+) -> None:
+    kept = Kept()
+    tracker = background(kept, names=names)
+    tracker.log({**STEP, "steps": 9, "time_s": 2.0, "score/math": 1.0, "lr": 0.1})
+    tracker.log({"kind": "eval", "step": 2, "time_s": 3.0, "score": 0.5, "tasks": 8})
+    tracker.log({"kind": "finish", "time_s": 4.0})
+    tracker.close()
+    assert kept.numbers == [(3, step), (2, evaluation)]
+    assert kept.closed
+
+
+@pytest.mark.parametrize("fails", [1, 5])
+def test_tracker_that_is_down_for_a_while_loses_nothing_and_is_named_once(fails: int) -> None:
+    kept = Kept(fails=fails)
+    with capture_logs() as logs:
+        tracker = background(kept)
+        for step in range(20):
+            tracker.log({"kind": "step", "step": step, "reward": 1.0})
+        until(lambda: len(kept.numbers) == 20)
+        tracker.close()
+    assert [step for step, _ in kept.numbers] == list(range(20))
+    assert tracker.lost == 0
+    assert [(entry["tracker"], "no route" in entry["error"]) for entry in logs] == [("kept", True)]
+
+
+def test_refused_rows_cost_themselves() -> None:
+    def unreadable() -> list[Row]:
+        raise ValueError("no tokenizer")
+
+    kept = Kept()
+    tracker = background(kept)
+    tracker.add_rows("samples/step", lambda: [{"prompt": "0"}])
+    until(lambda: bool(kept.rows))
+    kept.rows.clear()
+    tracker.add_rows("samples/step", unreadable)
+    tracker.add_rows("samples/step", lambda: [{"prompt": "1"}])
+    tracker.close()
+    assert (tracker.lost, kept.rows) == (1, [("samples/step", 0, [{"prompt": "1"}])])
+
+
+def test_no_samples_are_sent_if_switched_off() -> None:
+    kept = Kept()
+    tracker = background(kept, samples=False)
+    tracker.add_rows("samples/step", lambda: [{"prompt": "1"}])
+    tracker.close()
+    assert kept.rows == []
+
+
+def test_tracker_that_blocks_delays_neither_training_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.learner.metrics.trackers.MOST_WAITING", 2)
+    monkeypatch.setattr("slipstream.learner.metrics.trackers.CLOSING_S", 0.1)
+    entered, leave = threading.Event(), threading.Event()
+
+    class Blocked(Kept):
+        def log(self, numbers: Mapping[str, float], *, step: int) -> None:
+            entered.set()
+            leave.wait()
+
+    tracker = background(Blocked())
+    tracker.log(STEP)
+    assert entered.wait(DEADLINE_S)
+    for _ in range(5):
+        tracker.log(STEP)
+    assert tracker.lost == 3
+    with capture_logs() as logs:
+        tracker.close()
+    leave.set()
+    assert [entry["unsent"] for entry in logs] == [5]

@@ -1,6 +1,6 @@
 """The loop that every trainer shares, of one that has neither a buffer nor weight updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.data.packing import MicroBatch, all_actions
+from slipstream.learner.metrics.destinations import Row
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers import Record
 from slipstream.learner.models.optim import MOST_STEPS_SKIPPED, DivergedError
@@ -35,6 +36,9 @@ class Records:
 
     def log(self, record: Record) -> None:
         self.records.append(record)
+
+    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
+        raise AssertionError("this trainer has no samples")
 
     def close(self) -> None:
         self.closed = True

@@ -16,9 +16,8 @@ from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.redis import group_key, run_prefix
 from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
-from slipstream.models.folder import initial_model
+from slipstream.models.folder import initial_model, text_decoder
 from slipstream.tools.ledger import export
-from slipstream.tools.transcript import decoder_of
 from tests.buffer.groups import trajectory
 from tests.tools.conftest import CommandLine
 from tests.tools.ledger.conftest import SOUND, TASKS, MakeRun, delivered, on, play, spill, start
@@ -65,7 +64,7 @@ def test_each_answer_is_a_row_with_all_its_facts(ledger: CommandLine, played: Ru
 def test_texts_are_columns_where_the_tokenizer_is(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     model = initial_model(played)
     assert ledger("export", played.paths.root, "--out", file) == 0
-    decode = decoder_of(model)
+    decode = text_decoder(model)
     rows = read(file)
     assert rows
     for row in rows:
