@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
+    "slurm": ("slipstream.tools.clusters.slurm:command", "submit a run as a job of a Slurm cluster"),
+    "ray": ("slipstream.tools.clusters.ray:command", "run all processes on an existing Ray cluster"),
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
