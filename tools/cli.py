@@ -72,6 +72,10 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("doctor", "validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
     **dict.fromkeys(("bench", "benchmark"), "`python -m benchmarks`, in a checkout of the repository, measures"),
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
+    **dict.fromkeys(
+        ("submit", "sbatch", "cluster", "launch"),
+        "`slipstream slurm` and `slipstream ray` run on a cluster (docs/clusters.md)",
+    ),
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
     **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
 }

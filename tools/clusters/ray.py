@@ -84,7 +84,7 @@ def command(argv: Sequence[str]) -> int:
     arguments, config = read_run_arguments(parser, argv)
     ray = _connect(arguments.address)
     try:
-        nodes, gpus, cpus = _size(ray.nodes(), arguments.nodes, arguments.gpus_per_node, arguments.cpus_per_node)
+        nodes, gpus, cpus = cluster_size(ray.nodes(), arguments.nodes, arguments.gpus_per_node, arguments.cpus_per_node)
         roles = cluster_roles(config, nodes=nodes, gpus_per_node=gpus, cpus_per_node=cpus)
         print(prepare_shared_folder(config), flush=True)
         with StopSignals() as signals:
@@ -115,7 +115,7 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _size(
+def cluster_size(
     nodes: Sequence[Mapping[str, Any]], count: int | None, gpus: int | None, cpus: int | None
 ) -> tuple[int, int, int]:
     """Nodes, GPUs and cores of a node: as given, else those of the nodes with the most GPUs."""

@@ -18,7 +18,10 @@ RENDEZVOUS_PORT: Final = 29500
 CPUS_PER_GPU: Final = 4
 """Cores of a process for each of its GPUs, where the size of the nodes is not given."""
 GRACE_S: Final = 30.0
-"""Time that Redis, the buffer and a rollout server need at most to end in order."""
+"""Time that Redis, the buffer and a rollout server need at most to end in order, a rollout server besides its notice
+where that is longer than NOTICE_S."""
+NOTICE_S: Final = 20.0
+"""`rollout.notice_s` on clusters, where it is not set."""
 LEAST_SHARED_BYTES: Final = 2 << 30
 """Shared memory of NCCL, of torch and of small models."""
 HOST_BYTES: Final = 4 << 30
@@ -124,6 +127,7 @@ def cluster_roles(
             environment={"OMP_NUM_THREADS": str(server_cpus)},
             secrets=needed_by("rollout", config),
             ports={},
+            grace_s=GRACE_S - NOTICE_S + _notice_s(config),
         ),
         Role(
             name="learner",
@@ -176,6 +180,7 @@ def cluster_settings(
         "buffer.endpoint": f"tcp://{buffer_host}:{port}",
         "weights.bind": bind or learner_host,
         "weights.host": learner_host,
+        "rollout.notice_s": _notice_s(config),
     }
     if "redis.port" in given:
         settings["redis.url"] = f"redis://{redis_host}:{given['redis.port']}/0"
@@ -196,6 +201,10 @@ def rank_environment(*, rank: int, ranks: int, per_node: int, host: str, port: i
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def _notice_s(config: RunConfig) -> float:
+    return config.rollout.notice_s or NOTICE_S
 
 
 def _ports(config: RunConfig) -> dict[RoleName, dict[str, int]]:

@@ -228,7 +228,7 @@ _RANK: Final = (
 """Sets the variables of `rank_environment` in each task; MASTER_ADDR and MASTER_PORT are the script's."""
 
 _FUNCTIONS: Final = rf"""
-services=() rollouts=() stopping= requeue= learner=
+services=() rollouts=() stopping= requeue= alone= learner=
 
 # step NAME [option of srun ...] COMMAND: the shell becomes srun; the output is appended to a file.
 step() {{
@@ -287,7 +287,16 @@ _END: Final = rf"""
 saved=-1
 while [[ ! $stopping ]]; do
     learn & learner=$!
-    await $learner; code=$?
+    while kill -0 $learner 2>/dev/null; do
+        sleep 2 & wait $!
+        if [[ ! $stopping ]] && ! kill -0 "${{rollouts[@]}}" 2>/dev/null; then
+            echo "no rollout server is left"
+            stopping=1 alone=1
+            end learner
+        fi
+    done
+    wait $learner; code=$?
+    [[ $alone ]] && code=1
     latest=$(checkpoint)
     echo "the learner ended with exit code $code; latest checkpoint: step ${{latest:-0}}"
     case $code in 0 | {CERTAIN} | 130 | 143) break ;; esac

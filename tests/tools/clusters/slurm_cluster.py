@@ -104,12 +104,9 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """Kills a node's daemon and all that runs on it."""
         self._daemons[name].kill()
-        processes = self.processes(SLURMD_NODENAME=name)
-        # The parents of tasks, slurmstepd, lack the variable.
-        parents = {
-            int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]) for process in processes
-        }
-        _kill({*processes, *parents} & set(self.processes()))
+        tasks = self.processes(SLURMD_NODENAME=name)
+        parents = {parent for child, parent in _parents().items() if child in tasks}  # slurmstepd lacks the variable
+        _kill(_with_children(parents & set(self.processes())))
         self._daemons[name].wait()
 
     def processes(self, **variables: str) -> dict[int, dict[str, str]]:
@@ -131,9 +128,27 @@ class SlurmCluster:
             )
 
     def _stop(self) -> None:
-        _kill(self.processes())
-        for daemon in self._daemons.values():
-            daemon.wait()
+        while processes := self.processes():  # a job may be starting some
+            _kill(_with_children(set(processes)))
+            for daemon in self._daemons.values():
+                daemon.poll()
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def _with_children(processes: set[int]) -> set[int]:
+    """The processes and all that they have started: Redis overwrites its environment."""
+    parents, family = _parents(), set(processes)
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
 
 
 def _kill(processes: Iterable[int]) -> None:
