@@ -21,6 +21,7 @@ COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
+    "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
@@ -67,7 +68,8 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("eval", "evaluate", "test"), "`slipstream up` evaluates, as the section `eval` of the configuration says"
     ),
-    **dict.fromkeys(("doctor", "validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("diagnose", "env", "info"), "`slipstream doctor` checks the machine and its packages"),
     **dict.fromkeys(("bench", "benchmark"), "`python -m benchmarks`, in a checkout of the repository, measures"),
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
