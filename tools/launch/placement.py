@@ -113,10 +113,10 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
     per_server = gpus_per_server(config.rollout.engine) if machine.gpus else 0
     rollout_gpus, learner_gpus = _divide_gpus(machine, config, per_server, earlier)
     servers = _count(config.rollout.servers, auto=len(rollout_gpus) // per_server if machine.gpus else 1)
-    most_ranks = _most_ranks(config.learner, len(learner_gpus)) if machine.gpus else _mesh_unit(config.learner)
+    most_ranks = _most_ranks(config.learner, len(learner_gpus)) if machine.gpus else mesh_unit(config.learner)
     ranks = _count(config.learner.ranks, auto=most_ranks)
     problems = [
-        *_rank_problems(config.learner, ranks),
+        *rank_problems(config.learner, ranks),
         *_server_problems(config, servers, per_server, rollout_gpus),
         *_gpu_problems(config.learner, ranks, learner_gpus),
         *_sharing_problems(machine, config, set(rollout_gpus) & set(learner_gpus)),
@@ -189,7 +189,7 @@ def _rollout_gpus(machine: Machine, config: RunConfig, per_server: int, earlier:
     """Number of GPUs for the rollout servers, where the configuration names none. Raises: ConfigError if too few."""
     total, servers, ranks = len(machine.gpus), config.rollout.servers, config.learner.ranks
     for_servers = per_server * _count(servers, auto=1)
-    for_ranks = _count(ranks, auto=_mesh_unit(config.learner))
+    for_ranks = _count(ranks, auto=mesh_unit(config.learner))
     if total == for_servers == for_ranks == 1:
         return 1
     most = total - for_ranks if servers == "auto" else for_servers
@@ -265,7 +265,7 @@ def _sharing_problems(machine: Machine, config: RunConfig, shared: set[int]) -> 
 # --- learner ranks ----------------------------------------------------------------------------------------------------
 
 
-def _mesh_unit(learner: LearnerConfig) -> int:
+def mesh_unit(learner: LearnerConfig) -> int:
     """The product of the mesh's sizes, of which the ranks are a multiple."""
     sizes = learner.parallel
     return sizes.dp_replicate * (sizes.dp_shard or 1) * sizes.cp * sizes.tp
@@ -273,13 +273,13 @@ def _mesh_unit(learner: LearnerConfig) -> int:
 
 def _most_ranks(learner: LearnerConfig, gpus: int) -> int:
     """The largest number of ranks on so many GPUs; at least one that the mesh is for."""
-    unit = _mesh_unit(learner)
-    return next((ranks for ranks in range(gpus, unit, -1) if not _rank_problems(learner, ranks)), unit)
+    unit = mesh_unit(learner)
+    return next((ranks for ranks in range(gpus, unit, -1) if not rank_problems(learner, ranks)), unit)
 
 
-def _rank_problems(learner: LearnerConfig, ranks: int) -> list[str]:
+def rank_problems(learner: LearnerConfig, ranks: int) -> list[str]:
     """Ranks that are not the mesh's, or that can't have equally many groups each."""
-    unit, sizes = _mesh_unit(learner), learner.parallel
+    unit, sizes = mesh_unit(learner), learner.parallel
     if ranks % unit or (sizes.dp_shard is not None and ranks != unit):
         given = ", ".join(f"{axis}={size}" for axis, size in sizes if size not in (None, 1) and axis != "ep")
         number = f"{unit}" if sizes.dp_shard is not None else f"a multiple of {unit}"

@@ -32,7 +32,7 @@ return last and tostring(redis.call('TIME')[1] - last)
 """Seconds since the last message of a rollout server; nil if none is known."""
 
 
-def redis_command(config: RedisConfig, folder: Path) -> list[str]:
+def redis_command(config: RedisConfig, folder: Path, *, bind: str = "127.0.0.1") -> list[str]:
     """The command line of the embedded server; makes its data folder, `folder`, if it is missing.
 
     A script that is cut off at the end of its append-only file is removed, and a note printed on stderr.
@@ -44,7 +44,7 @@ def redis_command(config: RedisConfig, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     if removed := cut_unfinished_script(folder):
         print(f"note: the last {removed} bytes in {folder} were cut off: {UNFINISHED}", file=sys.stderr)
-    settings = {"bind": "127.0.0.1", "port": str(config.port), "appendfsync": config.fsync}
+    settings = {"bind": bind, "port": str(config.port), "appendfsync": config.fsync}
     return _command(folder, settings)
 
 

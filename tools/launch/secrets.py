@@ -18,12 +18,24 @@ def withheld_from(process: str, config: RunConfig, *, rank: int = 0) -> set[str]
     Args:
         rank: of a learner; only the first one has trackers.
     """
+    withheld = {name for name, processes in _needs(config).items() if process not in processes}
+    return withheld | (set(LEARNERS_SECRETS) - {REDIS_PASSWORD_VARIABLE} if rank else set())
+
+
+def needed_by(process: str, config: RunConfig) -> tuple[str, ...]:
+    """Names of the variables with secrets that a process of the run, or a Redis server for it, may need."""
+    needs = _needs(config)
+    needs[REDIS_PASSWORD_VARIABLE].add("redis")
+    return tuple(sorted(name for name, processes in needs.items() if process in processes))
+
+
+def _needs(config: RunConfig) -> dict[str, set[str]]:
+    """Kinds of processes by the variable that they need."""
     needs: dict[str, set[str]] = {name: {"learner"} for name in LEARNERS_SECRETS}
     needs[REDIS_PASSWORD_VARIABLE] = {"buffer", "learner"}
     for name in _key_variables(config.model_dump()):
         needs.setdefault(name, set()).add("rollout")
-    withheld = {name for name, processes in needs.items() if process not in processes}
-    return withheld | (set(LEARNERS_SECRETS) - {REDIS_PASSWORD_VARIABLE} if rank else set())
+    return needs
 
 
 @contextmanager
