@@ -23,6 +23,7 @@ COMMANDS = {
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
     "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
+    "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
