@@ -5,6 +5,7 @@ All share this network namespace: every Service's name is loopback there.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import yaml
 Object = dict[str, Any]
 OF_THE_POD = {"etc", "runs", "dev", "proc", "tmp"}
 """Folders of the root that are not this host's."""
+OWNER = 65534
+"""Of the Secrets' files: another user than that of the processes."""
 
 
 class Pods:
@@ -32,16 +35,13 @@ class Pods:
         names = " ".join(["localhost", os.uname().nodename, *services, f"{learner}-0.{learner}"])
         (folder / "hosts").write_text(f"127.0.0.1 {names}\n")
 
-    def start(self, workload: str, container: int = 0, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, workload: str, container: int = 0) -> subprocess.Popen[bytes]:
         """Starts a container of a workload; its output goes to `<workload>-<container>.log` in the folder."""
-        template = next(
-            one["spec"]["template"]
-            for one in self._objects
-            if "template" in one.get("spec", {}) and one["metadata"]["name"] == workload
-        )
-        spec = template["spec"]
+        spec = self._template(workload)
         described = spec["containers"][container]
-        environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", **variables}
+        inherited = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {"PATH": programs, "HOME": "/tmp", **inherited}
         for variable in described["env"]:
             if (value := self._value(variable, workload)) is not None:
                 environment[variable["name"]] = value
@@ -55,15 +55,23 @@ class Pods:
                 stderr=log,
             )
 
-    def probe(self, workload: str, kind: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Starts the command of an exec probe."""
-        for one in self._objects:
-            if one["metadata"]["name"] == workload and "template" in one.get("spec", {}):
-                described = one["spec"]["template"]["spec"]["containers"][0]
-                command = described[kind]["exec"]["command"]
-                values = {entry["name"]: self._value(entry, workload) or "" for entry in described["env"]}
-                return subprocess.Popen(command, env={**os.environ, **values, **variables}, stderr=subprocess.DEVNULL)
-        raise AssertionError(workload)
+    def probe(self, workload: str, kind: str) -> bool:
+        """True if the command of a probe succeeds."""
+        container = self._template(workload)["containers"][0]
+        values = {entry["name"]: self._value(entry, workload) or "" for entry in container["env"]}
+        command = [sys.executable, *container[kind]["exec"]["command"][1:]]
+        done = subprocess.run(command, env={**os.environ, **values}, capture_output=True, check=False)
+        return done.returncode == 0
+
+    def _template(self, workload: str) -> Object:
+        """The specification of a workload's pods."""
+        (found,) = [
+            one["spec"]["template"]["spec"]
+            for one in self._objects
+            if one["metadata"]["name"] == workload and "template" in one.get("spec", {})
+        ]
+        template: Object = found
+        return template
 
     def _value(self, variable: Object, pod: str) -> str | None:
         if "value" in variable:
@@ -76,10 +84,11 @@ class Pods:
 
     def _mounts(self, spec: Object, container: Object) -> list[str]:
         options = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-        for entry in sorted(set(os.listdir("/")) - OF_THE_POD):
-            path = Path("/") / entry
+        for path in sorted(Path("/").iterdir()):
+            if path.name in OF_THE_POD:
+                continue
             if path.is_symlink():
-                options += ["--symlink", os.readlink(path), str(path)]
+                options += ["--symlink", str(path.readlink()), str(path)]
             else:
                 options += ["--bind", str(path), str(path)]
         for path in sorted(Path("/etc").iterdir()):
@@ -103,5 +112,6 @@ class Pods:
             for key, text in self._secrets[name].items():
                 (source / key).write_text(text)
                 (source / key).chmod(volume["secret"]["defaultMode"])
+                os.chown(source / key, OWNER, os.getgid())  # read by the group
         source.mkdir(exist_ok=True)
         return source

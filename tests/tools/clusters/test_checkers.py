@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from slipstream.tools.keys import make_keys
 from tests.tools.clusters.test_kubernetes import CASES
+from tests.tools.clusters.test_sky import CASES as MACHINES
 from tests.tools.conftest import CommandLine
 from tests.tools.run_command import DEMO
 
@@ -77,3 +79,24 @@ def test_misspelt_key_is_found(cli: CommandLine, tmp_path: Path) -> None:
     (job,) = [one for one in objects if one["kind"] == "Job"]
     job["spec"]["template"]["spec"]["restartPolice"] = "Never"
     assert problems([job], tmp_path / "objects.yaml", VERSIONS[0])
+
+
+TASK = """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+print(task.name, resources.use_spot, resources.accelerators)
+"""
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_tasks_are_read_by_skypilot(case: str, cli: CommandLine, tmp_path: Path) -> None:
+    assert cli("sky", DEMO, "--image=registry.example/slipstream:1", f"--out={tmp_path}", *MACHINES[case]) == 0, cli.err
+    make_keys(tmp_path / "keys")
+    for name, spot in (("trainer", False), ("rollout", True)):
+        done = run("python", "-c", TASK, tmp_path / f"{name}.yaml")
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.splitlines()[-1].startswith(f"demo-{name} {spot}")
+    text = (tmp_path / "rollout.yaml").read_text()
+    (tmp_path / "rollout.yaml").write_text(text.replace("use_spot", "use_spott"))
+    assert run("python", "-c", TASK, tmp_path / "rollout.yaml").returncode != 0
