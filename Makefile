@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check k8s-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check slurm-check ray-check k8s-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -50,6 +50,16 @@ k8s-check: setup
 	@PYTHON="$(PYTHON)" sh tests/tools/clusters/setup.sh .clusters
 	@SLIPSTREAM_CLUSTERS_BIN=$(CURDIR)/.clusters/bin $(BIN)/pytest \
 		tests/tools/clusters/test_checkers.py tests/tools/clusters/test_pods.py $(ARGS)
+
+# Runs on a real Slurm cluster of three nodes on this machine (Debian's packages, installed if absent): half an hour
+slurm-check: setup
+	@sh tests/tools/clusters/setup_slurm.sh
+	@SLIPSTREAM_SLURM_CHECK=1 $(BIN)/pytest tests/tools/clusters/test_slurm_cluster.py $(ARGS)
+
+# Runs on a Ray cluster of several nodes on this machine: an environment with Ray in .ray the first time
+ray-check: setup
+	@PYTHON="$(PYTHON)" sh tests/tools/clusters/setup_ray.sh .ray $(BIN)/python
+	@SLIPSTREAM_RAY_PYTHON=$(CURDIR)/.ray/bin/python $(BIN)/pytest tests/tools/clusters/test_ray_cluster.py $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check

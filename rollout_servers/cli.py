@@ -4,14 +4,16 @@ Imports stand inside the functions: before `main` has set the handler, Ctrl-C wo
 """
 
 import itertools
+import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, restore_default_sigint
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
+    from slipstream.rollout_servers.server import RolloutServer
 
 PROCESS_VARIABLE = "SLIPSTREAM_PROCESS"
 """Environment variable with the name of this server's log, set by `slipstream up`."""
@@ -66,6 +68,8 @@ def main() -> None:
 async def serve(config: "RunConfig", name: str) -> int:
     """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
 
+    A server at work leaves in order on SIGTERM, within `rollout.notice_s`, and returns 0; a second signal ends it.
+
     Raises: ConfigError when keys, env, rewards or model can't be used, EngineError when the engine does not start or
     crashes too often, RefusedError.
     """
@@ -74,24 +78,29 @@ async def serve(config: "RunConfig", name: str) -> int:
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.signals import add_stop_handler
 
-    serving, received = asyncio.current_task(), list[int]()
+    serving, received, at_work = asyncio.current_task(), list[int](), list["RolloutServer"]()
     assert serving is not None, "a coroutine runs in a task"
 
     def stop(number: int) -> None:
         received.append(number)
-        serving.cancel()
+        if at_work and received == [signal.SIGTERM]:
+            at_work[0].leave()
+        else:
+            serving.cancel()
 
     add_stop_handler(stop)
     try:
-        await _serve(config, name)
+        await _serve(config, name, at_work.append)
     except asyncio.CancelledError:
         if not received:
             raise
         get_log("rollout.cli").info("rollout server stops")
-    return 128 + received[0]
+        return 128 + received[-1]
+    get_log("rollout.cli").info("rollout server has left")
+    return 0
 
 
-async def _serve(config: "RunConfig", name: str) -> None:
+async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutServer], object]") -> None:
     from contextlib import closing
 
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
@@ -145,7 +154,9 @@ async def _serve(config: "RunConfig", name: str) -> None:
         log.info("engine ready")
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
-            await RolloutServer(config, name, player, engine).run()
+            server = RolloutServer(config, name, player, engine)
+            start_work(server)
+            await server.run()
         finally:
             await engine.close()
 

@@ -5,7 +5,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 
 import zmq.asyncio
@@ -135,6 +135,10 @@ class EveryTaskFails(SlipstreamError):
     exit_code = CERTAIN
 
 
+class Left(Exception):
+    """The server leaves: no group is in work any more, or its notice is over."""
+
+
 class RolloutServer:
     """Connects one engine's player to the buffer and to the learner."""
 
@@ -156,10 +160,25 @@ class RolloutServer:
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
         self._limiter = ConcurrencyLimiter(1, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Set by each answer to groups."""
         self._follower = WeightFollower(config, name, engine, self._hold, on_applied=self._report.set)
 
+    @property
+    def is_leaving(self) -> bool:
+        """True once `leave` was called."""
+        return self._leaving.is_set()
+
+    def leave(self) -> None:
+        """Takes no further tickets; `run` returns once the groups in work are delivered, or `rollout.notice_s` is over.
+
+        Tickets that are held then are issued again at once.
+        """
+        self._leaving.set()
+
     async def run(self) -> None:
-        """Serves until cancelled.
+        """Serves until cancelled, or asked to leave.
 
         Raises: RefusedError when the buffer refuses this server, DeadlineError when it accepts no messages, EngineError
         when the engine crashes too often, EveryTaskFails.
@@ -176,12 +195,27 @@ class RolloutServer:
                 tasks.create_task(self._send_heartbeats())
                 tasks.create_task(self._limit_concurrency())
                 tasks.create_task(self._receive())
+                tasks.create_task(self._leave())
         except BaseExceptionGroup as errors:
-            raise first_error(SlipstreamError, errors) or errors from None
+            if errors.subgroup(Left) is None:
+                raise first_error(SlipstreamError, errors) or errors from None
         finally:
             if self._is_welcome:
                 send_and_close(self._socket, encode(m.ServerGoodbye(incarnation=self._hello.incarnation)))
             context.destroy(linger=0)
+
+    async def _leave(self) -> None:
+        """Raises: Left."""
+        await self._leaving.wait()
+        self._report.set()  # the buffer reads of no more capacity
+        notice_s, groups = self._config.rollout.notice_s, len(self._tickets.held)
+        log.info("rollout server leaves", groups_in_work=groups, notice_s=notice_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(notice_s):
+                while self._tickets.held:
+                    await self._settled.wait()
+                    self._settled.clear()
+        raise Left
 
     async def _receive(self) -> None:
         while True:
@@ -201,6 +235,7 @@ class RolloutServer:
             case m.Acknowledge():
                 for ticket_id in self._outbox.acknowledge(message.outcomes):
                     self._tickets.settle(ticket_id)
+                self._settled.set()
             case m.EvalDrained():
                 self._hold.drained(message.version)
             case m.Welcome() if not self._is_welcome:
@@ -217,6 +252,8 @@ class RolloutServer:
                 raise _refusal(self._config.buffer, message)
 
     def _accept(self, ticket: m.Ticket, grant: str) -> None:
+        if self.is_leaving:  # it is issued again once the server has left
+            return
         if not self._tickets.accept(ticket.id, grant):
             log.info("repeated ticket ignored", ticket=ticket.id)
             return
@@ -303,7 +340,7 @@ class RolloutServer:
 
     def _credits(self) -> m.Credits:
         # While the engine restarts, groups would only wait here: other servers can play them.
-        capacity = self._limiter.limit if self._engine.ready else 0
+        capacity = self._limiter.limit if self._engine.ready and not self.is_leaving else 0
         status = m.ServerStatus(
             server=self._name,
             version=self._engine.version,

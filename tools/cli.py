@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
+    "slurm": ("slipstream.tools.clusters.slurm:command", "submit a run as a job of a Slurm cluster"),
+    "ray": ("slipstream.tools.clusters.ray:command", "run all processes on an existing Ray cluster"),
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
     "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
@@ -74,6 +76,10 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("diagnose", "env", "info"), "`slipstream doctor` checks the machine and its packages"),
     **dict.fromkeys(("bench", "benchmark"), "`python -m benchmarks`, in a checkout of the repository, measures"),
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
+    **dict.fromkeys(
+        ("submit", "sbatch", "cluster", "launch"),
+        "`slipstream slurm` and `slipstream ray` run on a cluster (docs/clusters.md)",
+    ),
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
     **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
 }

@@ -105,6 +105,10 @@ class RolloutConfig(Section):
     group_deadline_s: Seconds = 300.0
     """Time to generate one group; then its missing answers are aborted and counted. The env has as long to return its
     task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
+    notice_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Time for the groups in work after SIGTERM, such as the notice of a preemption: no further tickets are taken, and
+    those unfinished by then go to other servers. 0: at once. `slipstream slurm`, `ray`, `k8s` and `sky` take 20 instead
+    of 0."""
     min_episodes: int | None = Field(default=None, ge=1)
     """Episodes with which a group to train on is used although others were not finished at its deadline or can't be
     scored; unset: half of `group_size`, rounded up, and at least 2 of several."""

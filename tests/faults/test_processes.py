@@ -1,5 +1,6 @@
 """A real run whose servers join and leave, and whose processes are killed or stopped and return: no group is lost."""
 
+import json
 import os
 import random
 import signal
@@ -38,11 +39,13 @@ def join_and_leave(run: Run) -> None:
     """Two more servers join; one is killed and one stopped."""
     assert run.figure("weights/members") == 1
     for name in ("rollout-2", "rollout-3"):
-        run.start(name)
+        run.start(name, "rollout.notice_s=60")
     run.until(lambda: run.figure("weights/members") == 3, "three servers get weights")
     run.until_steps(5, "training with three servers")
     run.end("rollout-3", signal.SIGKILL)
-    assert run.end("rollout-2", signal.SIGTERM) == 128 + signal.SIGTERM
+    assert run.end("rollout-2", signal.SIGTERM) == 0
+    lines = [json.loads(line) for line in (run.config.paths.logs / "buffer.jsonl").read_text().splitlines()]
+    assert [line["tickets_reissued"] for line in lines if line["event"] == "server left"] == [0]
     run.until(lambda: run.figure("weights/members") == 1, "the dead server is evicted, the stopped one has left")
     run.until_steps(5, "training with the last server")
     assert run.figure("weights/evictions") == 1, "a stopped server leaves without eviction"

@@ -57,6 +57,30 @@ async def test_an_unknown_server_repeats_its_hello_once(
         assert isinstance((await buffer.next())[0], m.Credits)
 
 
+@pytest.mark.parametrize("finishes", [True, False], ids=["finished in time", "given back"])
+async def test_leaving_server_delivers_or_gives_back(start_server: StartServer, finishes: bool) -> None:
+    running = start_server(notice_s=NEVER_S if finishes else 0.2, group_deadline_s=DEADLINE_S)
+    running.engine.gate.clear()
+    async with running.buffer() as buffer:
+        await buffer.grant(ticket("a"))
+        await buffer.until_held("a")
+        running.server.leave()
+        credits = await buffer.until_held("a")
+        if credits.capacity:  # sent before
+            credits = await buffer.receive(m.Credits)
+        assert (credits.capacity, credits.held) == (0, ["a"])
+        await buffer.grant(ticket("late"))
+        if finishes:
+            running.engine.gate.set()
+            _, (group,) = await buffer.receive(m.Deliver)
+            assert group.id == "a"
+            await buffer.acknowledge(a="ready")
+        await buffer.receive(m.ServerGoodbye)
+        async with asyncio.timeout(DEADLINE_S):
+            await running.task
+    assert running.engine.requests == 1
+
+
 async def test_hellos_to_an_absent_or_silent_buffer_get_rarer(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from slipstream.configs import RunConfig
@@ -16,19 +16,33 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 def until(condition: Callable[[], bool]) -> None:
     """Returns once the condition holds; fails at the deadline."""
-    give_up = time.monotonic() + DEADLINE_S
+    until_within(DEADLINE_S, condition, pause_s=0.01)
+
+
+def until_within(deadline_s: float, condition: Callable[[], bool], *, pause_s: float = 0.5) -> None:
+    """As `until`, with another deadline, for conditions that take longer to find out."""
+    give_up = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true in time"
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "slipstream.tools.cli", *map(str, arguments)]
 
 
-def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+def slipstream(
+    *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end; `environment` is None for that of this process."""
     return subprocess.run(
-        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        command(*arguments),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
     )
 
 

@@ -132,11 +132,9 @@ class Base:
             self.config.rollout,
             groups_per_version=self.config.groups_per_version,
         )
-        # Its url names the Service, whose address is not the pod's.
-        arguments = [*_module(role), CONFIG, f"redis.url=redis://0.0.0.0:{port}/0"]
         container = self._container(
             role,
-            arguments,
+            ["python", "-P", "-m", role.module, CONFIG],
             mounts=[{"name": "data", "mountPath": str(self.config.paths.redis), "subPath": "redis"}],
             requests={"memory": _gib(REDIS_LEAST_BYTES + needed)},
             # It loads its file before it answers.
@@ -412,10 +410,6 @@ class Base:
 
     def _exec(self, *arguments: str) -> Object:
         return {"exec": {"command": list(arguments)}, "timeoutSeconds": PING_S}
-
-
-def _module(role: Role) -> list[str]:
-    return ["python", "-P", "-m", role.module]
 
 
 def _port_name(key: str) -> str:

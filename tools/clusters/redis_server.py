@@ -1,6 +1,6 @@
 """The embedded Redis server of a run on a cluster: `python -P -m slipstream.tools.clusters.redis_server CONFIG …`.
 
-It listens at the host and port of `redis.url`, and keeps its data in the run's folder, which all nodes see.
+It listens at the port of `redis.url` on the buffer's address. Its data are in the run's folder, which all nodes see.
 """
 
 import os
@@ -21,15 +21,15 @@ def main() -> None:
 
 def _serve() -> int:
     config = parse_run_arguments("Run the embedded Redis server of a run on a cluster.")
-    url = urlsplit(config.redis.address)
-    if url.scheme != "redis" or url.hostname is None or url.port is None:
-        raise ConfigError(f"redis.url={config.redis.url} must look like redis://host:port/0: the server listens there")
-    if redis_password() is None and not is_loopback(url.hostname):
+    url, bind = urlsplit(config.redis.address), urlsplit(config.buffer.bind).hostname
+    if url.scheme != "redis" or url.port is None or bind is None:
         raise ConfigError(
-            f"{REDIS_PASSWORD_VARIABLE} must hold a password: hosts of {url.hostname}'s network can connect"
+            f"redis.url={config.redis.url} must look like redis://host:port/0, and buffer.bind={config.buffer.bind} "
+            "like tcp://address:port: the server listens at that port of this address"
         )
-    redis = config.redis.model_copy(update={"port": url.port})
-    command = redis_command(redis, config.paths.redis, bind=url.hostname)
+    if redis_password() is None and not is_loopback(bind):
+        raise ConfigError(f"{REDIS_PASSWORD_VARIABLE} must hold a password: other hosts can connect to {bind}")
+    command = redis_command(config.redis.model_copy(update={"port": url.port}), config.paths.redis, bind=bind)
     os.execv(command[0], command)
 
 

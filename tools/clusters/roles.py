@@ -1,6 +1,6 @@
 """The table of a run's roles on a cluster: processes, nodes, resources, environment, ports. Pure functions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -12,12 +12,16 @@ from slipstream.tools.launch.placement import gpus_per_server, mesh_unit, rank_p
 from slipstream.tools.launch.ports import needed_ports
 from slipstream.tools.launch.secrets import needed_by
 
+RENDEZVOUS: Final = "MASTER_PORT"
 RENDEZVOUS_PORT: Final = 29500
 """Port of the store of several learner ranks: torchrun's default."""
 CPUS_PER_GPU: Final = 4
 """Cores of a process for each of its GPUs, where the size of the nodes is not given."""
 GRACE_S: Final = 30.0
-"""Time that Redis, the buffer and a rollout server need at most to end in order."""
+"""Time that Redis, the buffer and a rollout server need at most to end in order, a rollout server besides its notice
+where that is longer than NOTICE_S."""
+NOTICE_S: Final = 20.0
+"""`rollout.notice_s` on clusters, where it is not set."""
 LEAST_SHARED_BYTES: Final = 2 << 30
 """Shared memory of NCCL, of torch and of small models."""
 HOST_BYTES: Final = 4 << 30
@@ -81,8 +85,8 @@ def cluster_roles(
     Redis and buffer share a node; a learner's ranks fill whole nodes or are on one, and rollout servers get the rest.
 
     Args:
-        cpus_per_node: divided among the GPUs, or without GPUs among the rollout servers and ranks of a node; None:
-            CPUS_PER_GPU for each GPU, or one for each process.
+        cpus_per_node: but for two, of Redis and buffer, divided among the GPUs, or without GPUs among the rollout
+            servers and ranks of a node; None: CPUS_PER_GPU for each GPU, or one for each process.
         weight_bytes: size of the model's weights; None: not known.
 
     Raises: ConfigError with all that can't work.
@@ -105,7 +109,7 @@ def cluster_roles(
     else:
         on_node = [-(-servers // rollout_nodes), -(-ranks // learner_nodes)]
         server_cpus, rank_cpus = (
-            max(1, (cpus_per_node or 1) // (sum(on_node) if are_beside else count)) for count in on_node
+            max(1, ((cpus_per_node or 1) - 2) // (sum(on_node) if are_beside else count)) for count in on_node
         )
     ports, shared = _ports(config), None
     if weight_bytes is not None:
@@ -123,6 +127,7 @@ def cluster_roles(
             environment={"OMP_NUM_THREADS": str(server_cpus)},
             secrets=needed_by("rollout", config),
             ports={},
+            grace_s=GRACE_S - NOTICE_S + _notice_s(config),
         ),
         Role(
             name="learner",
@@ -135,7 +140,7 @@ def cluster_roles(
             shared_memory_bytes=shared,
             environment={"OMP_NUM_THREADS": str(rank_cpus)},
             secrets=needed_by("learner", config),
-            ports=ports["learner"] | ({"MASTER_PORT": RENDEZVOUS_PORT} if ranks > 1 else {}),
+            ports=ports["learner"] | ({RENDEZVOUS: RENDEZVOUS_PORT} if ranks > 1 else {}),
             grace_s=config.learner.wait_deadline_s,
             keeps_state=True,  # checkpoints, in a folder that all its nodes see
         ),
@@ -158,23 +163,25 @@ def cluster_settings(
     redis_host: str,
     buffer_host: str,
     learner_host: str,
-    bind: str = "0.0.0.0",
-    ports: Mapping[str, str] | None = None,
+    bind: str | None = "0.0.0.0",
+    ports: Mapping[str, object] | None = None,
 ) -> tuple[str, ...]:
     """The overrides `key.path=value` with which processes on several hosts find each other; the same for all of them.
 
     Args:
         redis_host: name or IPv4 address; in a script also a variable of the shell, as the others.
-        bind: address on which buffer and learner listen.
+        bind: address on which buffer and learner listen; None: each on that of its host.
         ports: other ports than those of the configuration, by its keys (see `Role.ports`).
     """
-    given = {key: str(port) for role in _ports(config).values() for key, port in role.items()} | dict(ports or {})
-    settings = {
-        "buffer.bind": f"tcp://{bind}:{given.pop('buffer.bind')}",
-        "weights.bind": bind,
+    given = {key: port for role in _ports(config).values() for key, port in role.items()} | dict(ports or {})
+    port = given.pop("buffer.bind")
+    settings: dict[str, object] = {
+        "buffer.bind": f"tcp://{bind or buffer_host}:{port}",
+        "buffer.endpoint": f"tcp://{buffer_host}:{port}",
+        "weights.bind": bind or learner_host,
         "weights.host": learner_host,
+        "rollout.notice_s": _notice_s(config),
     }
-    settings["buffer.endpoint"] = f"tcp://{buffer_host}:{settings['buffer.bind'].rpartition(':')[2]}"
     if "redis.port" in given:
         settings["redis.url"] = f"redis://{redis_host}:{given['redis.port']}/0"
     return tuple(f"{key}={value}" for key, value in (settings | given).items())
@@ -194,6 +201,10 @@ def rank_environment(*, rank: int, ranks: int, per_node: int, host: str, port: i
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def _notice_s(config: RunConfig) -> float:
+    return config.rollout.notice_s or NOTICE_S
 
 
 def _ports(config: RunConfig) -> dict[RoleName, dict[str, int]]:
@@ -279,3 +290,14 @@ def _too_few(config: RunConfig, nodes: int, gpus_per_node: int, per_server: int)
         f"with {gpus_per_node} have {total}, of which the learner leaves room for "
         f"{max(0, _servers_beside(ranks, nodes, gpus_per_node, per_server))} servers: name more nodes, or lower them"
     ]
+
+
+def server_nodes(roles: Sequence[Role], *, nodes: int, gpus_per_node: int) -> list[int]:
+    """The node of each rollout server, by its number: after those of the learner, then beside it on the first.
+
+    Redis and buffer are on node 0, as the learner's first rank.
+    """
+    rollout, learner = (next(role for role in roles if role.name == name) for name in ("rollout", "learner"))
+    others = range(learner.nodes, nodes)
+    room = len(others) * (gpus_per_node // rollout.gpus if rollout.gpus else rollout.processes)
+    return [others[index % len(others)] if index < room else 0 for index in range(rollout.processes)]

@@ -154,11 +154,12 @@ class Tasks:
     def trainer(self) -> str:
         """The script that runs Redis, buffer and all ranks of the learner."""
         learner = self.roles["learner"]
-        services = [
-            self._run(role, ["python", "-P", "-m", role.module]) + " &"
-            for role in self.roles.values()
-            if role.name in ("redis", "buffer")
-        ]
+        services = []
+        if redis := self.roles.get("redis"):
+            # The server listens where the buffer does: here on loopback alone.
+            local = f"buffer.bind=tcp://127.0.0.1:{self._ports[0]}"
+            services.append(self._run(redis, ["python", "-P", "-m", redis.module], local) + " &")
+        services.append(self._run(self.roles["buffer"], ["buffer"]) + " &")
         start = [f'if [ "$TRAINER_IP" = {UNKNOWN} ]; then', '    echo "the machine is there"', "    exit 0", "fi"]
         return _script(*start, *services, self._run(learner, self._learner(learner), 'weights.host="$TRAINER_IP"'))
 

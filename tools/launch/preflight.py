@@ -14,6 +14,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.model import ModelConfig
 from slipstream.configs.schema.run import port_defaults
 from slipstream.configs.yaml_text import YamlError, read_yaml
+from slipstream.tools.keys import make_keys
 from slipstream.tools.report import read_summary
 
 
@@ -58,6 +59,25 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     description = f"continues the unfinished run in {folder.root}"
     changes = ", ".join(f"{key} ({old.get(key)!r} before, {new.get(key)!r} now)" for key in changed)
     return f"{description}, with another {changes}" if changed else description
+
+
+def prepare_shared_folder(config: RunConfig) -> str:
+    """As `prepare_folder`, for a run on several hosts: with `security.keys` unset, keys are made in the folder.
+
+    Raises: ConfigError, also for a finished run.
+    """
+    if problems := finished_problems(config.paths, config.model):
+        raise ConfigError(problems)
+    description = prepare_folder(config, fresh=False)
+    keys = keys_folder(config)
+    if config.security.keys is None and not keys.exists():
+        make_keys(keys)
+    return description
+
+
+def keys_folder(config: RunConfig) -> Path:
+    """The folder of the keys of a run on several hosts."""
+    return config.security.keys or config.paths.root.absolute() / "keys"
 
 
 def _move_aside(root: Path) -> Path:

@@ -131,12 +131,16 @@ def _reachable(folder: RunPaths, config: RedisConfig, *, run: str) -> Iterator[t
             f"{folder.root} was moved aside: Redis forgot its ledger when run {run!r} was started over"
         )
     reason = ping_problem(config)
-    if reason:
+    if not reason:
+        yield config, True
+    elif folder.redis.exists():  # of an embedded server, which a job of a cluster had and took with it
+        with served_copy(folder.redis) as copy:
+            yield copy, False
+    else:
         raise SlipstreamError(
             f"Redis at {config.address} does not answer: {reason}; start it, or correct redis.url in the run's "
             "configuration"
         )
-    yield config, True
 
 
 def _serves(config: RedisConfig, data: Path) -> bool:

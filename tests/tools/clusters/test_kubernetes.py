@@ -217,7 +217,8 @@ def test_engines_of_several_gpus(write: Write) -> None:
 def test_redis_has_a_volume_and_a_password(write: Write) -> None:
     base = write(*CASES["cpu"])
     redis = base.get("StatefulSet", "redis")
-    assert container(redis)["command"][-1] == "redis.url=redis://0.0.0.0:6399/0"
+    assert container(redis)["command"][-2:] == ["slipstream.tools.clusters.redis_server", "/etc/slipstream/config.yaml"]
+    assert load_config(base.folder / "config.yaml").redis.url == "redis://demo-redis:6399/0"
     assert {"name": "data", "mountPath": "/runs/demo/redis", "subPath": "redis"} in container(redis)["volumeMounts"]
     (claim,) = redis["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
