@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -48,6 +48,13 @@ trackers-check: setup
 openenv-check: setup
 	@PYTHON="$(PYTHON)" sh tests/env/adapters/openenv_server/setup.sh .openenv
 	@SLIPSTREAM_OPENENV_PYTHON=$(CURDIR)/.openenv/bin/python $(BIN)/pytest tests/env/adapters/test_openenv.py $(ARGS)
+
+# Files for Kubernetes and SkyPilot against kubectl's kustomize, the schemas and SkyPilot's parser, in an environment of
+# their own in .clusters the first time; then the demo by the pods' own commands: 3 minutes, as root with bubblewrap
+k8s-check: setup
+	@PYTHON="$(PYTHON)" sh tests/tools/clusters/setup.sh .clusters
+	@SLIPSTREAM_CLUSTERS_BIN=$(CURDIR)/.clusters/bin $(BIN)/pytest \
+		tests/tools/clusters/test_checkers.py tests/tools/clusters/test_pods.py $(ARGS)
 
 # Runs on a real Slurm cluster of three nodes on this machine (Debian's packages, installed if absent): half an hour
 slurm-check: setup

@@ -23,10 +23,13 @@ COMMANDS = {
     "ray": ("slipstream.tools.clusters.ray:command", "run all processes on an existing Ray cluster"),
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
+    "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
+    "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
+    "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
     "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
@@ -69,7 +72,8 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("eval", "evaluate", "test"), "`slipstream up` evaluates, as the section `eval` of the configuration says"
     ),
-    **dict.fromkeys(("doctor", "validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("validate", "lint"), "`slipstream check CONFIG` tries a configuration"),
+    **dict.fromkeys(("diagnose", "env", "info"), "`slipstream doctor` checks the machine and its packages"),
     **dict.fromkeys(("bench", "benchmark"), "`python -m benchmarks`, in a checkout of the repository, measures"),
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
     **dict.fromkeys(

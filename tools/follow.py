@@ -32,7 +32,7 @@ class JsonLinesFollower:
         except FileNotFoundError:
             return []
         self._offset += len(complete) + len(newline)
-        return _parse_lines(complete)
+        return parse_lines(complete)
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -41,7 +41,7 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _parse_lines(text: bytes) -> list[Record]:
+def parse_lines(text: bytes) -> list[Record]:
     """The JSON objects, one per line; other lines are skipped."""
     records: list[Record] = []
     for line in text.splitlines():

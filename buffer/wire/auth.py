@@ -7,6 +7,7 @@ The reply of ZAP (RFC 27) is written here, in six lines: pyzmq's `Authenticator`
 does not see the socket's monitor, whose events tell which failed handshakes were refusals.
 """
 
+import os
 import re
 import threading
 import time
@@ -110,7 +111,10 @@ def _pair(file: Path) -> tuple[bytes, bytes]:
         raise _wrong(file, "it holds no secret key")
     if not Z85_KEY.fullmatch(secret) or zmq.curve_public(secret) != public:
         raise _wrong(file, "its secret key does not belong to its public key")
-    if file.stat().st_mode & 0o077:
+    status = file.stat()
+    # Another user's file is read by the group, as one of a Kubernetes Secret.
+    others = 0o077 if status.st_uid == os.geteuid() else 0o037
+    if status.st_mode & others:
         log.warning("others may read a secret key", file=str(file), remedy=f"chmod 600 {file}")
     return public, secret
 

@@ -357,6 +357,18 @@ def test_readable_secret_is_warned(keys: SecurityConfig, logs: list[EventDict]) 
     assert keys.keys is not None, "made above"
     service_keys(keys, BUFFER)
     assert logs == []
-    secret_file(keys.keys, BUFFER).chmod(0o644)
+    secret_file(keys.keys, BUFFER).chmod(0o640)
     service_keys(keys, BUFFER)
     assert [record["log_level"] for record in logs] == ["warning"]
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o440, 0), (0o444, 1), (0o460, 1)])
+def test_secret_of_another_user_is_read_by_the_group(
+    mode: int, warnings: int, keys: SecurityConfig, logs: list[EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file of a Kubernetes Secret, which belongs to root."""
+    assert keys.keys is not None, "made above"
+    secret_file(keys.keys, BUFFER).chmod(mode)
+    monkeypatch.setattr("os.geteuid", lambda: 54321)
+    service_keys(keys, BUFFER)
+    assert len(logs) == warnings
