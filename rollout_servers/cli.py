@@ -1,4 +1,4 @@
-"""The console script `rollout`: one rollout server, which runs until SIGINT or SIGTERM.
+"""The console script `rollout`: one rollout server, which runs until a signal or the end of the run.
 
 Imports stand inside the functions: before `main` has set the handler, Ctrl-C would print a traceback.
 """
@@ -28,7 +28,7 @@ def main() -> None:
 
     import uvloop
 
-    from slipstream.configs.arguments import parse_run_arguments, start_log
+    from slipstream.configs.arguments import add_until_finished, read_run_arguments, run_parser, start_log
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.network import use_loopback_interface
@@ -37,7 +37,9 @@ def main() -> None:
     from slipstream.configs.runtime.temporary import own_temporary_folder, remove_leftovers
 
     drop_learners_secrets()  # envs, tools and rewards must not see them
-    config = parse_run_arguments("Run one rollout server.")
+    parser = run_parser("Run one rollout server.")
+    add_until_finished(parser)
+    arguments, config = read_run_arguments(parser)
     # Before torch is imported: its threads would spin on the cores that the engine needs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     name = server_name()
@@ -53,7 +55,7 @@ def main() -> None:
         get_log("rollout.cli").info("temporary files of dead processes removed", folders=len(removed))
     try:
         with own_temporary_folder():
-            sys.exit(uvloop.run(serve(config, name)))
+            sys.exit(uvloop.run(serve(config, name, until_finished=arguments.until_finished)))
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("rollout.cli").error("rollout server failed", error=problem)
@@ -63,32 +65,48 @@ def main() -> None:
         gc.freeze()
 
 
-async def serve(config: "RunConfig", name: str) -> int:
-    """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
+async def serve(config: "RunConfig", name: str, *, until_finished: bool = False) -> int:
+    """Starts the engine and serves until SIGINT, SIGTERM or, with `until_finished`, the end of the run.
+
+    Returns: the exit code.
 
     Raises: ConfigError when keys, env, rewards or model can't be used, EngineError when the engine does not start or
     crashes too often, RefusedError.
     """
     import asyncio
+    import signal
 
+    from slipstream.configs.runtime.files import wait_for_file
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.configs.runtime.signals import add_stop_handler
+    from slipstream.configs.runtime.signals import add_stop_handler, service_exit_code
+    from slipstream.configs.runtime.threads import cancel_tasks
 
-    serving, received = asyncio.current_task(), list[int]()
+    if until_finished and config.paths.summary.exists():
+        return 0
+    serving, exit_codes = asyncio.current_task(), list[int]()
     assert serving is not None, "a coroutine runs in a task"
 
-    def stop(number: int) -> None:
-        received.append(number)
+    def stop(code: int) -> None:
+        exit_codes.append(code)
         serving.cancel()
 
-    add_stop_handler(stop)
+    add_stop_handler(lambda number: stop(service_exit_code(number)))
+    finishing = [asyncio.create_task(wait_for_file(config.paths.summary))] if until_finished else []
+    for task in finishing:
+        task.add_done_callback(lambda ended: None if ended.cancelled() else stop(0))
     try:
         await _serve(config, name)
     except asyncio.CancelledError:
-        if not received:
+        if not exit_codes:
             raise
         get_log("rollout.cli").info("rollout server stops")
-    return 128 + received[0]
+    except SystemExit as stopped:  # by `exit_on_signals`
+        if stopped.code != 128 + signal.SIGTERM:
+            raise
+        exit_codes.append(service_exit_code(signal.SIGTERM))
+    finally:
+        await cancel_tasks(*finishing)
+    return exit_codes[0]
 
 
 async def _serve(config: "RunConfig", name: str) -> None:
