@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check compose-test clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check s3-check compose-test clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -34,12 +34,7 @@ soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
 
 # SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then 3 minutes
-sglang-# Images and docker-compose.yml, as their user runs them. Without a Docker engine, root and Debian's docker.io and
-# debootstrap do: 10 GB in .compose the first time. Not in .ci/run: with the tests it would exceed its 25 minutes.
-compose-test:
-	@bash tests/packaging/compose_test.sh .compose
-
-check: setup
+sglang-check: setup
 	@PYTHON="$(PYTHON)" sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh .sglang
 	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \
 		tests/contract/test_engine.py tests/rollout_servers/engines/sglang $(ARGS)
@@ -48,6 +43,16 @@ check: setup
 openenv-check: setup
 	@PYTHON="$(PYTHON)" sh tests/env/adapters/openenv_server/setup.sh .openenv
 	@SLIPSTREAM_OPENENV_PYTHON=$(CURDIR)/.openenv/bin/python $(BIN)/pytest tests/env/adapters/test_openenv.py $(ARGS)
+
+# Uploads to moto's server, which has S3's protocol: an environment of its own (140 MB) in .moto the first time
+s3-check: setup
+	@PYTHON="$(PYTHON)" sh tests/learner/setup_moto.sh .moto
+	@SLIPSTREAM_MOTO_PYTHON=$(CURDIR)/.moto/bin/python $(BIN)/pytest tests/learner/test_upload.py $(ARGS)
+
+# Images and docker-compose.yml, as their user runs them. Without a Docker engine, root and Debian's docker.io and
+# debootstrap do: 10 GB in .compose the first time. Not in .ci/run: with the tests it would exceed its 25 minutes.
+compose-test:
+	@bash tests/packaging/compose_test.sh .compose
 
 check: setup
 	@$(BIN)/ruff check

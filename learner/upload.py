@@ -63,7 +63,7 @@ class RunStore:
             # Listings would be cached: another process may have written.
             self._files, root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            extra = '; install slipstream\'s extra `s3`: pip install "slipstream[s3]"' if url.startswith("s3:") else ""
+            extra = "; slipstream's extra `s3` has it" if url.startswith("s3:") else ""
             raise ConfigError(f"learner.checkpoint.upload={url}: {error}{extra}") from None
         if isinstance(self._files, LocalFileSystem):
             self._files.auto_mkdir = True
