@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -66,11 +66,22 @@ ray-check: setup
 	@PYTHON="$(PYTHON)" sh tests/tools/clusters/setup_ray.sh .ray $(BIN)/python
 	@SLIPSTREAM_RAY_PYTHON=$(CURDIR)/.ray/bin/python $(BIN)/pytest tests/tools/clusters/test_ray_cluster.py $(ARGS)
 
+# Uploads to moto's server, which has S3's protocol: an environment of its own (140 MB) in .moto the first time
+s3-check: setup
+	@PYTHON="$(PYTHON)" sh tests/learner/setup_moto.sh .moto
+	@SLIPSTREAM_MOTO_PYTHON=$(CURDIR)/.moto/bin/python $(BIN)/pytest tests/learner/test_upload.py $(ARGS)
+
+# Images and docker-compose.yml, as their user runs them. Without a Docker engine, root and Debian's docker.io and
+# debootstrap do: 10 GB in .compose the first time. Not in .ci/run: with the tests it would exceed its 25 minutes.
+compose-test:
+	@bash tests/packaging/compose_test.sh .compose
+
 check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/hadolint Dockerfile
 
 format: setup
 	@$(BIN)/ruff check --fix --exit-zero

@@ -1,4 +1,4 @@
-"""The console script `buffer`: serves one run's replay buffer until SIGINT or SIGTERM.
+"""The console script `buffer`: serves one run's replay buffer until a signal or the end of the run.
 
 Imports stand inside the functions: before `main` has set the handler, Ctrl-C would print a traceback.
 """
@@ -18,24 +18,66 @@ def main() -> None:
 
     import uvloop
 
-    from slipstream.configs.arguments import parse_run_arguments, start_log
+    from slipstream.configs.arguments import add_until_finished, exit_code, read_run_arguments, run_parser, start_log
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.processes import raise_open_file_limit
 
-    config = parse_run_arguments("Serve the replay buffer of one run.")
+    parser = run_parser("Serve the replay buffer of one run.")
+    add_until_finished(parser)
+    parser.add_argument(
+        "--ping",
+        metavar="SERVER",
+        nargs="?",
+        const="",
+        help="serve nothing: exit with 0 if the running service answers, and has a rollout server whose name begins so",
+    )
+    arguments, config = read_run_arguments(parser)
+    if arguments.ping is not None:
+        sys.exit(exit_code(lambda: ping(config, arguments.ping)))
     start_log(config.paths, "buffer", level=config.run.log_level)
     raise_open_file_limit()
     try:
-        sys.exit(uvloop.run(serve(config)))
+        sys.exit(uvloop.run(serve(config, until_finished=arguments.until_finished)))
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("buffer.cli").error("buffer failed", error=problem)
         sys.exit(error.exit_code)
 
 
-async def serve(config: "RunConfig") -> int:
-    """Runs the service until SIGINT or SIGTERM; returns 128 + the signal's number.
+def ping(config: "RunConfig", server: str) -> int:
+    """Requests the state of the running service; returns 0, or 1 if no server's name begins with `server`.
+
+    Raises: DeadlineError when it does not answer in time, SlipstreamError when it refuses, ConfigError without keys.
+    """
+    import uuid
+
+    import zmq
+
+    from slipstream.buffer.wire import messages as m
+    from slipstream.buffer.wire.auth import BUFFER, LEARNER, client_keys
+    from slipstream.buffer.wire.codec import decode, encode
+    from slipstream.buffer.wire.sockets import connect_dealer
+    from slipstream.configs.runtime.errors import DeadlineError, RefusedError
+
+    endpoint, deadline_s = config.buffer.endpoint, config.buffer.reply_deadline_s
+    keys = client_keys(config.security, LEARNER, service=BUFFER)
+    with zmq.Context() as context:
+        socket = connect_dealer(context, endpoint, identity=f"ping-{uuid.uuid4().hex}", keys=keys)
+        with socket:
+            socket.send(encode(m.StateRequest(request=1)))
+            if not socket.poll(round(deadline_s * 1000)):
+                raise DeadlineError(f"the buffer at {endpoint} did not answer within {deadline_s:g} s")
+            state = decode(socket.recv(), m.ToLearner)
+    if not isinstance(state, m.State):
+        raise RefusedError(f"the buffer at {endpoint} answered {state}")
+    names = [status.server for status in state.servers]
+    print(f"version {state.version}, {state.counts.trained} groups trained, rollout servers: {', '.join(names) or '-'}")
+    return 0 if not server or any(name.startswith(server) for name in names) else 1
+
+
+async def serve(config: "RunConfig", *, until_finished: bool = False) -> int:
+    """Runs the service until SIGINT, SIGTERM or, with `until_finished`, the end of the run; returns the exit code.
 
     Raises: ConfigError when the address is in use or a key is missing, SlipstreamError when Redis can't be reached.
     """
@@ -49,8 +91,9 @@ async def serve(config: "RunConfig") -> int:
     from slipstream.buffer.store.redis import Outage, connect_async, redis_error
     from slipstream.buffer.wire.auth import BUFFER, service_keys
     from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
+    from slipstream.configs.runtime.files import wait_for_file
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.configs.runtime.signals import add_stop_handler
+    from slipstream.configs.runtime.signals import add_stop_handler, service_exit_code
     from slipstream.configs.runtime.threads import cancel_tasks
 
     log = get_log("buffer.cli")
@@ -64,17 +107,18 @@ async def serve(config: "RunConfig") -> int:
     serving = asyncio.create_task(service.run())
     signals: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(signals.get())
+    finishing = [asyncio.create_task(wait_for_file(config.paths.summary))] if until_finished else []
     add_stop_handler(signals.put_nowait)
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([serving, stopping, *finishing], return_when=asyncio.FIRST_COMPLETED)
         await cancel_tasks(serving)
         log.info("buffer stops")
-        return 128 + await stopping
+        return 0 if done.isdisjoint([stopping]) else service_exit_code(await stopping)
     except RedisError as error:
         raise redis_error(config.redis, error) from error
     finally:
-        await cancel_tasks(stopping)
+        await cancel_tasks(stopping, *finishing)
         context.destroy(linger=0)
         await client.aclose()
 

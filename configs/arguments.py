@@ -15,15 +15,6 @@ from slipstream.configs.runtime.logging import configure_logging, log_crashes
 from slipstream.configs.schema import RunConfig
 
 
-def parse_run_arguments(description: str, argv: Sequence[str] | None = None) -> RunConfig:
-    """Parses a command line without further options.
-
-    Raises: SystemExit with 0 after `--print-config` or `--help`; with 2 after all mistakes of the command line and the
-        configuration were written to stderr.
-    """
-    return read_run_arguments(run_parser(description), argv)[1]
-
-
 def run_parser(description: str, *, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with the shared arguments, for commands that add their own."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
@@ -45,12 +36,22 @@ def add_undo_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_until_finished(parser: argparse.ArgumentParser) -> None:
+    """Adds `--until-finished` of the buffer and of rollout servers."""
+    parser.add_argument(
+        "--until-finished",
+        action="store_true",
+        help="exit once the run is finished: its folder, which must be the learner's, has summary.json",
+    )
+
+
 def read_run_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Parses with a `run_parser`; options may stand between the overrides.
 
-    Raises: SystemExit as `parse_run_arguments` does.
+    Raises: SystemExit with 0 after `--print-config` or `--help`; with 2 after all mistakes of the command line and the
+        configuration were written to stderr.
     """
     _reserve_stderr()
     arguments = parser.parse_intermixed_args(argv)

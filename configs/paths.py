@@ -85,6 +85,11 @@ class RunPaths:
         return self.root / "redis"
 
 
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, ascending."""
     matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))

@@ -4,7 +4,6 @@ A checkpoint has what is trained: frozen weights are those of the initial model.
 its last file. One that differs from its checksums is not loaded.
 """
 
-import hashlib
 import json
 import shutil
 import socket
@@ -20,16 +19,15 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from slipstream.configs.paths import checkpoint_steps
+from slipstream.configs.paths import checkpoint_name, checkpoint_steps
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.files import fsync_path, write_atomically
+from slipstream.configs.runtime.files import file_checksum, fsync_path, write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.parallel.mesh import World
 
@@ -163,7 +161,7 @@ def _write(
             write_atomically(partial_folder / TRAIN_STATE, [json.dumps(asdict(state)).encode()])
         # Each rank hashes the files that it has written: they are in its host's memory.
         own = [*partial_folder.glob(f"__{world.rank}_*"), *(partial_folder.glob("[!_]*") if world.is_root else ())]
-        return Written(checksums={path.name: _checksum(path) for path in own}, problem=None)
+        return Written(checksums={path.name: file_checksum(path) for path in own}, problem=None)
     except (CheckpointException, OSError) as error:
         rank = min(getattr(error, "failures", [world.rank]))
         return Written(checksums={}, problem=f"{_cause(error)} (rank {rank})")
@@ -181,7 +179,7 @@ def _finish(folder: Path, state: TrainState, written: Written, world: World, *, 
     if world.is_root and problem is None:
         checksums = {name: value for of_rank in of_ranks for name, value in of_rank["checksums"].items()}
         try:
-            _complete(partial_folder, folder / _name(state.step), checksums)
+            _complete(partial_folder, folder / checkpoint_name(state.step), checksums)
         except OSError as error:
             problem = str(error)
     problem = world.from_root(problem)
@@ -201,7 +199,7 @@ def _finish(folder: Path, state: TrainState, written: Written, world: World, *, 
 
 def _partial(folder: Path, state: TrainState) -> Path:
     """The folder of a checkpoint while it is written."""
-    return folder / f"{_name(state.step)}.partial"
+    return folder / f"{checkpoint_name(state.step)}.partial"
 
 
 def _complete(partial_folder: Path, target: Path, checksums: Mapping[str, str]) -> None:
@@ -225,7 +223,7 @@ def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World, ki
     """
     damaged: dict[Path, str] = {}
     for step in reversed(world.from_root(checkpoint_steps(folder))):
-        found = folder / _name(step)
+        found = folder / checkpoint_name(step)
         damages = world.gather(_find_damage(found, world))
         damage = next((f"{damage} (rank {rank})" for rank, damage in enumerate(damages) if damage), None)
         if damage is None:
@@ -257,18 +255,12 @@ def _find_damage(found: Path, world: World) -> str | None:
         return f"{CHECKSUMS}: {error}"
     for name in sorted(checksums)[world.rank :: world.size]:
         try:
-            checksum = _checksum(found / name)
+            checksum = file_checksum(found / name)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if checksum != checksums[name]:
             return f"{name}: its checksum is {checksum}, and was {checksums[name]}"
     return None
-
-
-def _checksum(path: Path) -> str:
-    """xxh3 (64 bits) of a file, read in pieces. Raises: OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _set_aside(damaged: Path, reason: str, *, used: Path) -> None:
@@ -341,13 +333,9 @@ def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
     return states
 
 
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
-
-
 def _outdated(folder: Path, keep: int) -> list[Path]:
     """All checkpoints but the latest `keep`."""
-    return [folder / _name(step) for step in checkpoint_steps(folder)[:-keep]]
+    return [folder / checkpoint_name(step) for step in checkpoint_steps(folder)[:-keep]]
 
 
 def _remove(folder: Path) -> None:

@@ -26,6 +26,7 @@ def main() -> None:
     from slipstream.configs.arguments import add_undo_steps, read_run_arguments, report_problems, run_parser, start_log
     from slipstream.configs.paths import LEARNER, hold_run_lock
     from slipstream.configs.runtime.errors import ConfigError
+    from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.network import use_loopback_interface
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
     from slipstream.configs.runtime.temporary import mark_torchrun_folder, remove_leftovers
@@ -44,6 +45,9 @@ def main() -> None:
             use_loopback_interface(config.weights.bind)
             mark_torchrun_folder()
             remove_leftovers()
+            if config.paths.summary.exists():  # a service manager may start it once more
+                get_log("learner.cli").info("the run is finished", summary=str(config.paths.summary))
+                sys.exit(0)
             signals = GracefulStop()
             signals.install()
             training = partial(train, config, signals, started=started, undo_steps=arguments.undo_steps)

@@ -1,4 +1,4 @@
-"""The console script `rollout`: one rollout server, which runs until SIGINT or SIGTERM.
+"""The console script `rollout`: one rollout server, which runs until a signal or the end of the run.
 
 Imports stand inside the functions: before `main` has set the handler, Ctrl-C would print a traceback.
 """
@@ -30,7 +30,7 @@ def main() -> None:
 
     import uvloop
 
-    from slipstream.configs.arguments import parse_run_arguments, start_log
+    from slipstream.configs.arguments import add_until_finished, read_run_arguments, run_parser, start_log
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.network import use_loopback_interface
@@ -39,7 +39,9 @@ def main() -> None:
     from slipstream.configs.runtime.temporary import own_temporary_folder, remove_leftovers
 
     drop_learners_secrets()  # envs, tools and rewards must not see them
-    config = parse_run_arguments("Run one rollout server.")
+    parser = run_parser("Run one rollout server.")
+    add_until_finished(parser)
+    arguments, config = read_run_arguments(parser)
     # Before torch is imported: its threads would spin on the cores that the engine needs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     name = server_name()
@@ -55,7 +57,7 @@ def main() -> None:
         get_log("rollout.cli").info("temporary files of dead processes removed", folders=len(removed))
     try:
         with own_temporary_folder():
-            sys.exit(uvloop.run(serve(config, name)))
+            sys.exit(uvloop.run(serve(config, name, until_finished=arguments.until_finished)))
     except SlipstreamError as error:
         for problem in error.problems:
             get_log("rollout.cli").error("rollout server failed", error=problem)
@@ -74,39 +76,60 @@ def load(config: "RunConfig") -> None:
         engine_class(config)
 
 
-async def serve(config: "RunConfig", name: str) -> int:
-    """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
+async def serve(config: "RunConfig", name: str, *, until_finished: bool = False) -> int:
+    """Starts the engine and serves until SIGINT, SIGTERM or, with `until_finished`, the end of the run.
 
-    A server at work leaves in order on SIGTERM, within `rollout.notice_s`, and returns 0; a second signal ends it.
+    A server at work leaves in order on SIGTERM, within `rollout.notice_s`; a second signal ends it.
+
+    Returns: the exit code.
 
     Raises: ConfigError when keys, env, rewards or model can't be used, EngineError when the engine does not start or
     crashes too often, RefusedError.
     """
     import asyncio
+    import signal
 
+    from slipstream.configs.runtime.files import wait_for_file
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.configs.runtime.signals import add_stop_handler
+    from slipstream.configs.runtime.signals import add_stop_handler, service_exit_code
+    from slipstream.configs.runtime.threads import cancel_tasks
 
-    serving, received, at_work = asyncio.current_task(), list[int](), list["RolloutServer"]()
+    if until_finished and config.paths.summary.exists():
+        return 0
+    serving, exit_codes, at_work = asyncio.current_task(), list[int](), list["RolloutServer"]()
     assert serving is not None, "a coroutine runs in a task"
 
-    def stop(number: int) -> None:
-        received.append(number)
-        if at_work and received == [signal.SIGTERM]:
+    def stop(code: int) -> None:
+        exit_codes.append(code)
+        serving.cancel()
+
+    def receive(number: int) -> None:
+        if at_work and number == signal.SIGTERM and not exit_codes:
+            exit_codes.append(service_exit_code(number))
             at_work[0].leave()
         else:
-            serving.cancel()
+            stop(service_exit_code(number))
 
-    add_stop_handler(stop)
+    add_stop_handler(receive)
+    finishing = [asyncio.create_task(wait_for_file(config.paths.summary))] if until_finished else []
+    for task in finishing:
+        task.add_done_callback(lambda ended: None if ended.cancelled() else stop(0))
     try:
         await _serve(config, name, at_work.append)
     except asyncio.CancelledError:
-        if not received:
+        if not exit_codes:
             raise
         get_log("rollout.cli").info("rollout server stops")
-        return 128 + received[-1]
-    get_log("rollout.cli").info("rollout server has left")
-    return 0
+    except SystemExit as stopped:  # by `exit_on_signals`
+        if stopped.code != 128 + signal.SIGTERM:
+            raise
+        exit_codes.append(service_exit_code(signal.SIGTERM))
+    else:
+        get_log("rollout.cli").info("rollout server has left")
+        return 0
+    finally:
+        await cancel_tasks(*finishing)
+    return exit_codes[-1]
 
 
 async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutServer], object]") -> None:

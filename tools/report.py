@@ -133,6 +133,8 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
             table.add_row(name, _filled(template, summary))
         table.add_section()
     table.add_row("groups", _group_counts(summary.get("groups") or {}))
+    if "uploads" in summary:
+        table.add_row("uploads", _filled("{uploads.completed} completed, {uploads.given_up} given up", summary))
     return table
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+FILE_POLL_S = 1.0
 PARTIAL = "."
 """Prefix of the names of incomplete files."""
 
@@ -52,6 +53,24 @@ def fsync_path(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3 (64 bits) of a file, read in pieces. Raises: OSError."""
+    import hashlib  # here, as xxhash: few processes need them
+
+    import xxhash
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+async def wait_for_file(path: Path) -> None:
+    """Returns once the file exists."""
+    import asyncio  # here: commands import this module before they know whether they need it
+
+    while not path.exists():
+        await asyncio.sleep(FILE_POLL_S)
 
 
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

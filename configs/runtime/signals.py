@@ -17,6 +17,12 @@ STOP_EXIT_CODES: Final = tuple(128 + number for number in STOP_SIGNALS)
 """Exit codes of a process that was stopped by one of them, as shells have them."""
 
 
+def service_exit_code(number: int) -> int:
+    """Exit code of a service that a signal has stopped: 0 for SIGTERM, which ends it in order and has no other end to
+    wait for; 128 + the number for Ctrl-C, which ends a shell's loop too."""
+    return 0 if number == signal.SIGTERM else 128 + number
+
+
 @contextmanager
 def heavy_imports() -> Iterator[None]:
     """Context for the import of large libraries: pauses the garbage collector, and exits on stop signals.

@@ -253,6 +253,10 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy of the state in the host's memory; the groups up to their
     step are kept until they are complete. The last one is waited for."""
+    upload: str | None = Field(default=None, pattern=r"^[a-z0-9+.-]+://[^@\s]+$", max_length=1000)
+    """Address of an object store (fsspec), such as `s3://bucket/prefix` with the extra `s3`: complete checkpoints, the
+    latest `keep`, and the trained model are copied to `<upload>/<run.name>` while training goes on, and a learner whose
+    run folder has no checkpoint fetches the latest. Credentials come from its environment alone."""
 
 
 class RlConfig(NamedSection):

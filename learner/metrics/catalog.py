@@ -371,6 +371,11 @@ SUMMARY: Final = (
     _metric("engine_mismatch_kl", "nats", "KL of the same, by k3"),
     _metric("engine_mismatch_tokens", "actions", "number of these tokens"),
     _metric(
+        "uploads.completed uploads.given_up",
+        "",
+        "copies to `learner.checkpoint.upload` since the learner's last start; a given up one was late, or is missing",
+    ),
+    _metric(
         "placement.cores placement.gpus placement.processes.<process>",
         "",
         "of `slipstream up`: cores and GPUs of the machine, and each process's threads, cores and GPUs (empty: not bound)",

@@ -105,8 +105,14 @@ class RLReporter(Reporter):
             log.info("evaluated", **metrics)
             self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **metrics, **mismatch})
 
-    def finish(self, state: State, paths: RunPaths, *, step: int, version: int) -> None:
-        """Writes the summary, which marks the run as finished. Raises: OSError."""
+    def finish(
+        self, state: State, paths: RunPaths, *, step: int, version: int, uploads: Mapping[str, int] | None = None
+    ) -> None:
+        """Writes the summary, which marks the run as finished. Raises: OSError.
+
+        Args:
+            uploads: their number by outcome; None: there are none.
+        """
         metrics = summarise(
             read_records(paths.metrics),
             last_step=step,
@@ -118,6 +124,8 @@ class RLReporter(Reporter):
             startup_s=self.startup_s(),
         )
         metrics["eval_reward"] = self._eval_reward
+        if uploads is not None:
+            metrics["uploads"] = uploads
         write_atomically(paths.summary, [json.dumps(metrics, indent=2).encode(), b"\n"])
 
     def _server_metrics(self, servers: Sequence[ServerStatus]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
 from slipstream.learner.trainers.base import Trainer
 from slipstream.learner.trainers.setup import RankSetup
+from slipstream.learner.upload import RunStore, StoreError, Uploader, fetch_checkpoint
 from slipstream.models.folder import initial_model
 
 log = get_log("learner.assemble")
@@ -59,6 +60,7 @@ def assemble(
         raise ConfigError(problems)
     path = initial_model(config)
     world = _join_ranks(config, kind, cleanup)
+    uploads = _start_uploads(config, world)
     trainer = kind.from_setup(
         RankSetup(
             config=config,
@@ -70,6 +72,7 @@ def assemble(
             undo_steps=undo_steps,
         )
     )
+    trainer.uploads = uploads
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
     return trainer
 
@@ -85,6 +88,26 @@ def _join_ranks(config: RunConfig, kind: type[Trainer[Any]], cleanup: ExitStack)
     if world.is_root:
         create_run_folder(config.paths, config)
     return world
+
+
+def _start_uploads(config: RunConfig, world: World) -> Uploader | None:
+    """Rank 0's uploads, None on other ranks; if there is no checkpoint here, the latest is fetched. A collective.
+
+    Raises: ConfigError when there is no client for the store, StoreError, on all ranks, when it can't be read.
+    """
+    url, problem = config.learner.checkpoint.upload, None
+    if url is None:
+        return None
+    store = RunStore(url, run=config.run.name)
+    if world.is_root:
+        try:
+            fetch_checkpoint(store, config.paths)
+        except StoreError as error:
+            problem = str(error)
+    problem = world.from_root(problem)
+    if problem is not None:
+        raise StoreError(problem)
+    return Uploader(store, config.paths, keep=config.learner.checkpoint.keep) if world.is_root else None
 
 
 def _require_same_settings(own: dict[str, str], world: World) -> None:

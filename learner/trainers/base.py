@@ -30,6 +30,7 @@ from slipstream.learner.export import export_model
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.setup import RankSetup
+from slipstream.learner.upload import Uploader
 from slipstream.models.folder import model_problems
 
 log = get_log("learner.loop")
@@ -68,6 +69,8 @@ class Trainer(ABC, Generic[Batch]):
     saved_step: int = 0
     """Step of the latest complete checkpoint."""
     checkpoint_due: bool = False
+    uploads: Uploader | None = field(default=None, init=False)
+    """Rank 0's, with `learner.checkpoint.upload`."""
     _writing: BackgroundCheckpoint | None = field(default=None, init=False)
     _checkpoint_group: dist.ProcessGroup | None = field(default=None, init=False)
     """Process group of the threads that write checkpoints."""
@@ -189,6 +192,8 @@ class Trainer(ABC, Generic[Batch]):
     def _saved(self, step: int) -> None:
         self.saved_step = step
         self.checkpoint_saved(step)
+        if self.uploads is not None:
+            self.uploads.checkpoint(step)
         if self.world.is_root:
             log.info("checkpoint saved", step=step)
 
@@ -199,8 +204,10 @@ class Trainer(ABC, Generic[Batch]):
                     self._step()
         except StopRequested as stop:
             self.save_unsaved_steps()
+            self._finish_uploads()
             sys.exit(128 + stop.number)
         if self.signals.number:  # received during the last step, which is saved
+            self._finish_uploads()
             sys.exit(128 + self.signals.number)
 
     def _step(self) -> None:
@@ -232,6 +239,11 @@ class Trainer(ABC, Generic[Batch]):
                 step_s=time.perf_counter() - started,
             )
 
+    def _finish_uploads(self) -> None:
+        """Waits for what is copied to a store; another signal ends the wait, and the process."""
+        if self.uploads is not None:
+            self.uploads.finish(deadline_s=self.config.learner.wait_deadline_s)
+
     def _finish(self) -> None:
         config, model = self.config, self.config.model
         export_model(
@@ -242,6 +254,9 @@ class Trainer(ABC, Generic[Batch]):
             dtype=getattr(torch, model.dtype_here),
             adapter=model.lora is not None and model.lora.export == "adapter",
         )
+        if self.uploads is not None:
+            self.uploads.model()
+        self._finish_uploads()
         self.finish()
         if self.reporter is not None:
             self.reporter.close()

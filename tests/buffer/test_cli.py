@@ -23,10 +23,10 @@ PATIENCE_S = 30.0
 
 
 @contextmanager
-def buffer(config: RunConfig, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def buffer(config: RunConfig, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     file = folder / "run.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
-    command = [sys.executable, "-m", "slipstream.buffer.cli", str(file)]
+    command = [sys.executable, "-m", "slipstream.buffer.cli", str(file), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -61,9 +61,23 @@ def test_service_runs_until_a_signal(
             assert client.hello(0).version == 0
             client.close()
             process.send_signal(number)
-            assert process.wait(PATIENCE_S) == 128 + number
+            assert process.wait(PATIENCE_S) == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+def test_service_ends_with_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    config = make_config(bind=address, endpoint=address)
+    with buffer(config, tmp_path, "--until-finished") as process:
+        wait_until_it_serves(config, process)
+        for ping, code in (("--ping", 0), ("--ping=rollout-", 1)):
+            with buffer(config, tmp_path, ping) as asking:
+                assert asking.wait(PATIENCE_S) == code
+        config.paths.summary.write_text("{}")
+        assert process.wait(PATIENCE_S) == 0
+    with buffer(config, tmp_path, "--ping", "buffer.reply_deadline_s=0.1") as asking:
+        assert asking.wait(PATIENCE_S) == 1
 
 
 def test_signal_stops_wait_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -76,7 +90,7 @@ def test_signal_stops_wait_for_redis(make_config: MakeConfig, tmp_path: Path) ->
             connection, _ = silent.accept()
             with connection:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+                assert process.wait(PATIENCE_S) == 0
 
 
 def test_missing_redis_fails_within_deadline(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.arguments import parse_run_arguments, read_run_arguments, run_parser
+from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import CERTAIN
 
@@ -25,7 +25,7 @@ def config_file(tmp_path: Path) -> Path:
 def errors(capsys: pytest.CaptureFixture[str], *argv: object) -> list[str]:
     """Lines on stderr when the arguments are refused."""
     with pytest.raises(SystemExit, match="2"):
-        parse_run_arguments("Test.", [str(argument) for argument in argv])
+        read_run_arguments(run_parser("Test."), [str(argument) for argument in argv])
     return capsys.readouterr().err.splitlines()
 
 
@@ -41,7 +41,7 @@ def test_printed_configuration_loads_as_an_equal_one(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
-        parse_run_arguments("Test.", [str(config_file), "learner.steps=70", "--print-config"])
+        read_run_arguments(run_parser("Test."), [str(config_file), "learner.steps=70", "--print-config"])
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
     assert load_config(printed) == load_config(config_file, ["learner.steps=70"])
@@ -69,12 +69,12 @@ def test_unwritable_folder_is_named(config_file: Path, package: str, first: str)
 
 CRASH = """
 import sys, threading
-from slipstream.configs.arguments import start_log, parse_run_arguments
+from slipstream.configs.arguments import read_run_arguments, run_parser, start_log
 
 def crash():
     raise RuntimeError("out of luck")
 
-start_log(parse_run_arguments("Test.").paths, "crashing", level="info")
+start_log(read_run_arguments(run_parser("Test."))[1].paths, "crashing", level="info")
 thread = threading.Thread(target=crash)
 thread.start()
 thread.join()
@@ -103,5 +103,5 @@ def test_process_without_stderr_logs_into_its_folder(config_file: Path, tmp_path
 def test_mistake_without_stderr_exits_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with pytest.raises(SystemExit, match="2"):
-        parse_run_arguments("Test.", [str(tmp_path / "absent.yaml")])
+        read_run_arguments(run_parser("Test."), [str(tmp_path / "absent.yaml")])
     sys.stderr.close()

@@ -41,6 +41,15 @@ def test_undo_steps_reaches_training(options: list[str], tmp_path: Path) -> None
     assert done.stdout.split() == [str(bool(options))]
 
 
+def test_finished_run_needs_no_learner(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "summary.json").write_text("{}")
+    done = run_learner(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "demo").iterdir()} >= {"summary.json", "logs"}
+    assert not (tmp_path / "demo" / "checkpoints").exists()
+
+
 def test_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     with files_of_at_most(10_000):
         done = run_learner(tmp_path)

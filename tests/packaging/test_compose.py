@@ -1,8 +1,12 @@
-"""docker-compose.yml: its commands exist, and its settings load."""
+"""docker-compose.yml: its commands exist, its settings load, and each profile starts what belongs to it."""
 
+import ast
+import json
+import re
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,20 @@ from slipstream.configs.load import load_config
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
+# As compose does with variables that are not set.
+TEXT = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", FILE.read_text())
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 PROCESSES = sorted(set(SERVICES) - {"redis"})
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SCRIPTS = PROJECT["project"]["scripts"]
 
 
 @pytest.mark.parametrize("service", PROCESSES)
 def test_service_runs_a_script_with_valid_settings(service: str) -> None:
-    command: list[str] = SERVICES[service]["entrypoint"] + SERVICES[service]["command"]
-    script, config_path, *overrides = command
+    script, *options = SERVICES[service]["entrypoint"]
+    config_path, *overrides = SERVICES[service]["command"]
     assert script in SCRIPTS
+    assert options == ([] if script == "learner" else ["--until-finished"])
     config = load_config(ROOT / config_path, overrides)
     assert config.redis.url == "redis://redis:6379/0"
     assert config.buffer.endpoint == "tcp://buffer:5555"
@@ -44,6 +52,34 @@ def test_no_port_is_published_to_the_host() -> None:
     assert not [name for name, service in SERVICES.items() if "ports" in service or "network_mode" in service]
 
 
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_service_returns_after_a_failure_alone(service: str) -> None:
+    assert SERVICES[service]["restart"].startswith("on-failure")
+
+
+@pytest.mark.parametrize("service", [name for name in PROCESSES if "learner" not in name])
+def test_health_check_asks_the_buffer(service: str) -> None:
+    kind, *command = SERVICES[service]["healthcheck"]["test"]
+    words = command[0].split() if kind == "CMD-SHELL" else command
+    script, config_path, endpoint, ping = words
+    assert script == "buffer"
+    assert load_config(ROOT / config_path, [endpoint]).buffer.endpoint.endswith(":5555")
+    assert ping == ("--ping=rollout-$$(hostname)-" if "rollout" in service else "--ping")
+
+
+def test_requirements_of_the_buffer_are_what_it_imports() -> None:
+    imported = set[str]()
+    for file in (path for folder in ("buffer", "configs") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.partition(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module).partition(".")[0])
+    owners = packages_distributions()
+    needed = {owners[name][0].lower() for name in imported if name in owners} - {"slipstream", "torch", "pydantic_core"}
+    assert needed | {"hiredis"} == set(PROJECT["dependency-groups"]["buffer"])  # hiredis: an extra of redis
+
+
 def has_compose_plugin() -> bool:
     docker = shutil.which("docker")
     return (
@@ -53,8 +89,18 @@ def has_compose_plugin() -> bool:
 
 
 @pytest.mark.skipif(not has_compose_plugin(), reason="no docker compose plugin (.ci/run fetches one on Debian)")
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_docker_compose_accepts_the_file(profile: str) -> None:
-    command = ["docker", "compose", "--file", str(FILE), "--profile", profile, "config", "--quiet"]
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [
+        ([], {"redis", "buffer", "rollout", "learner"}),
+        (["--profile", "gpu"], {"redis", "buffer-gpu", "rollout-gpu", "learner-gpu"}),
+    ],
+)
+def test_docker_compose_starts_one_profile(
+    options: list[str], started: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMPOSE_PROFILES", raising=False)
+    command = ["docker", "compose", "--file", str(FILE), *options, "config", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["services"]) == started

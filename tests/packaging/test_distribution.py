@@ -24,6 +24,7 @@ NOT_SOURCES = (
     ".git",
     ".venv",
     ".links",
+    ".compose",
     ".sglang",
     ".trackers",
     ".*_cache",

@@ -175,6 +175,27 @@ async def test_a_signal_ends_a_server_during_an_engine_restart(
     assert seeds == list(itertools.islice(engine_seeds(config.run.seed, "server-1"), 2))
 
 
+async def test_server_ends_with_the_run(
+    digits_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting = asyncio.Event()
+
+    async def start(*arguments: object, **options: object) -> ScriptedEngine:
+        starting.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(build, "start_engine", start)
+    config = RunConfig.model_validate(digits_settings | {"run": digits_settings["run"] | {"dir": str(tmp_path)}})
+    serving = asyncio.create_task(serve(config, "server-1", until_finished=True))
+    async with asyncio.timeout(30):
+        await starting.wait()
+        config.paths.root.mkdir(parents=True, exist_ok=True)
+        config.paths.summary.write_text("{}")
+        assert await serving == 0
+        assert await serve(config, "server-1", until_finished=True) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_while_its_env_is_built(number: signal.Signals) -> None:
     config = RunConfig.model_validate(
@@ -184,9 +205,11 @@ def test_a_signal_ends_a_server_while_its_env_is_built(number: signal.Signals) -
             "rewards": [{"name": "digit_match"}],
         }
     )
-    with pytest.raises(SystemExit) as ended:
-        asyncio.run(serve(config, "server-1"))
-    assert ended.value.code == 128 + number
+    try:
+        code: object = asyncio.run(serve(config, "server-1"))
+    except SystemExit as ended:
+        code = ended.code
+    assert code == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
 
 
 def endless(number: int) -> None:

@@ -27,7 +27,8 @@ def disk_problems(config: RunConfig) -> list[str]:
     trained = policy + (parameters(critic.path or path) if critic is not None else 0)
     size = trained * STATE_BYTES[config.learner.optimizer.name]
     # The oldest is removed once the next is complete.
-    missing = max(0, checkpoint.keep + 1 - len(checkpoint_steps(folder.checkpoints)))
+    most = checkpoint.keep + 1 + (checkpoint.upload is not None)  # the one that is uploaded stays until then
+    missing = max(0, most - len(checkpoint_steps(folder.checkpoints)))
     model = policy * (4 if config.model.dtype_here == "float32" else 2)
     wanted, free = missing * size + model, free_bytes(folder.root)
     if wanted <= free:

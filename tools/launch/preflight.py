@@ -34,6 +34,26 @@ def finished_problems(folder: RunPaths, model: ModelConfig) -> list[str]:
     ]
 
 
+def stored_problems(config: RunConfig) -> list[str]:
+    """One message if an object store has checkpoints of the run, which a learner in a new folder would fetch.
+
+    Raises: ConfigError when there is no client for the store, StoreError when it can't be read.
+    """
+    url = config.learner.checkpoint.upload
+    if url is None:
+        return []
+    from slipstream.learner.upload import RunStore, stored_steps
+
+    store = RunStore(url, run=config.run.name)
+    steps = stored_steps(store)
+    if not steps:
+        return []
+    return [
+        f"--fresh: {store.url} has checkpoints of this run, of step {steps[-1]} at last, with which the learner "
+        "would go on: remove them, or choose another run.name or learner.checkpoint.upload"
+    ]
+
+
 def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     """Makes the run folder and writes the resolved configuration; returns a description of what was done.
 

@@ -8,6 +8,8 @@ from typing import Any, Final
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.passwords import LEARNERS_SECRETS, REDIS_PASSWORD_VARIABLE
 
+STORES_VARIABLES: Final = ("AWS_", "AZURE_STORAGE_", "GOOGLE_APPLICATION_CREDENTIALS", "FSSPEC_")
+"""First parts of the names of variables with which object stores are reached; withheld if there are uploads."""
 KEY_OPTION: Final = "api_key_variable"
 """Option of rewards that names the variable of their endpoint's key."""
 
@@ -16,10 +18,10 @@ def withheld_from(process: str, config: RunConfig, *, rank: int = 0) -> set[str]
     """Names of the variables with secrets that other processes of the run need, but not this one.
 
     Args:
-        rank: of a learner; only the first one has trackers.
+        rank: of a learner; only the first one has trackers and uploads.
     """
     withheld = {name for name, processes in _needs(config).items() if process not in processes}
-    return withheld | (set(LEARNERS_SECRETS) - {REDIS_PASSWORD_VARIABLE} if rank else set())
+    return withheld | (_of_first_rank(config) if rank else set())
 
 
 def needed_by(process: str, config: RunConfig) -> tuple[str, ...]:
@@ -31,11 +33,19 @@ def needed_by(process: str, config: RunConfig) -> tuple[str, ...]:
 
 def _needs(config: RunConfig) -> dict[str, set[str]]:
     """Kinds of processes by the variable that they need."""
-    needs: dict[str, set[str]] = {name: {"learner"} for name in LEARNERS_SECRETS}
+    needs: dict[str, set[str]] = {name: {"learner"} for name in _of_first_rank(config)}
     needs[REDIS_PASSWORD_VARIABLE] = {"buffer", "learner"}
     for name in _key_variables(config.model_dump()):
         needs.setdefault(name, set()).add("rollout")
     return needs
+
+
+def _of_first_rank(config: RunConfig) -> set[str]:
+    """Variables that only rank 0 needs."""
+    names = set(LEARNERS_SECRETS) - {REDIS_PASSWORD_VARIABLE}
+    if config.learner.checkpoint.upload is not None:
+        names |= {name for name in os.environ if name.startswith(STORES_VARIABLES)}
+    return names
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.machine import this_machine
 from slipstream.tools.launch.placement import Placement, memory_problems, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
-from slipstream.tools.launch.preflight import finished_problems, prepare_folder
+from slipstream.tools.launch.preflight import finished_problems, prepare_folder, stored_problems
 from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint, start_ahead
 from slipstream.tools.launch.progress import (
     Plan,
@@ -74,7 +74,7 @@ def command(argv: Sequence[str]) -> int:
         ports = f"run.port_base={choose_port_base(folder)}"
         config = load_config(arguments.config, [*arguments.overrides, ports])
     problems = [
-        *([] if arguments.fresh else finished_problems(folder, config.model)),
+        *(stored_problems(config) if arguments.fresh else finished_problems(folder, config.model)),
         *port_problems(needed_ports(config)),
     ]
     if problems:

@@ -224,7 +224,13 @@ class RLTrainer(Trainer[StepData]):
             self._last_evaluation()
         if self.root is not None:
             ledger = self.root.buffer.finish()
-            self.root.reporter.finish(ledger, self.config.paths, step=self.state.step, version=self.state.version)
+            self.root.reporter.finish(
+                ledger,
+                self.config.paths,
+                step=self.state.step,
+                version=self.state.version,
+                uploads=None if self.uploads is None else dict(self.uploads.counts),
+            )
 
     def evaluates_after(self, step: int) -> bool:
         """True if the weights after `step` steps are evaluated: at both ends and at the interval."""

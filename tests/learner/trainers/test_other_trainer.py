@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,7 +67,8 @@ def write_run(folder: Path, model: Path, **model_settings: Any) -> Path:
         "run": {"name": "sft", "dir": str(folder)}, "model": {"path": str(model), "dtype": "float32", **model_settings},
         "learner": {
             "trainer": {"name": NEXT_TOKEN, "options": {"path": str(folder / "rows.jsonl")}}, "steps": STEPS,
-            "token_budget": 24, "optimizer": {"lr": 3e-3, "warmup_steps": 2}, "checkpoint": {"every_steps": 3},
+            "token_budget": 24, "optimizer": {"lr": 3e-3, "warmup_steps": 2},
+            "checkpoint": {"every_steps": 3, "upload": f"file://{folder}/store"},
         },
     }  # fmt: skip
     file = folder / "sft.yaml"
@@ -109,9 +111,12 @@ def interrupt_run(file: Path, number: signal.Signals) -> list[int]:
     return checkpoint_steps(RunPaths(file.parent / "sft").checkpoints)
 
 
-def test_learner_needs_no_part_of_rl(digits_model: Path, world: World, tmp_path: Path) -> None:
+def test_learner_needs_no_part_of_rl_and_continues_from_a_store(
+    digits_model: Path, world: World, tmp_path: Path
+) -> None:
     file, paths = write_run(tmp_path, digits_model), RunPaths(tmp_path / "sft")
     assert interrupt_run(file, signal.SIGTERM) == [3, 4]
+    shutil.rmtree(paths.checkpoints)
     code, output = run_learner(("-c", MODULES), file)
     assert code == 0, output
     modules = output.splitlines()
@@ -120,7 +125,12 @@ def test_learner_needs_no_part_of_rl(digits_model: Path, world: World, tmp_path:
     resumed = losses(paths)
     assert resumed == pytest.approx(uninterrupted_losses(file, world), rel=1e-5)
     assert resumed[STEPS] < 0.9 * resumed[1]
-    assert checkpoint_steps(paths.checkpoints) == [6, STEPS]
+    assert (
+        checkpoint_steps(paths.checkpoints)
+        == checkpoint_steps(tmp_path / "store" / "sft" / "checkpoints")
+        == [6, STEPS]
+    )
+    assert load_file(tmp_path / "store" / "sft" / "model" / "model.safetensors").keys()
     exported, initial = (AutoModelForCausalLM.from_pretrained(path) for path in (paths.export, digits_model))
     assert not exported.get_parameter("lm_head.weight").equal(initial.get_parameter("lm_head.weight"))
 

@@ -7,7 +7,8 @@ import pytest
 
 from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.launch.preflight import finished_problems, prepare_folder
+from slipstream.learner.upload import RunStore
+from slipstream.tools.launch.preflight import finished_problems, prepare_folder, stored_problems
 from tests.tools.run_command import demo_config
 
 
@@ -40,6 +41,18 @@ def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
         assert not folder.summary.exists()
     assert folder.config.exists()
     assert [(folder.root.with_name(f"demo.{number}") / "summary.json").read_text() for number in (1, 2)] == ["1", "2"]
+
+
+def test_fresh_run_is_refused_while_a_store_has_checkpoints(tmp_path: Path) -> None:
+    config = demo_config(tmp_path, f"learner.checkpoint.upload=file://{tmp_path}/store")
+    assert stored_problems(demo_config(tmp_path)) == stored_problems(config) == []
+    store, folder = RunStore(str(config.learner.checkpoint.upload), run=config.run.name), tmp_path / "step-000012"
+    folder.mkdir()
+    (folder / "progress.json").write_text("{}")
+    store.put(folder, "checkpoints/step-000012", done=set())
+    (problem,) = stored_problems(config)
+    assert f"{tmp_path}/store/demo" in problem
+    assert "step 12" in problem
 
 
 def test_continued_run_names_changed_keys(tmp_path: Path) -> None:

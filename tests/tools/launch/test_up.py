@@ -215,7 +215,7 @@ def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
 
 
 def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY", "OTHERS_KEY"}
+    secrets = {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "JUDGES_KEY", "OTHERS_KEY", "AWS_SECRET_ACCESS_KEY"}
     for name in secrets:
         monkeypatch.setenv(name, "hidden")
     code = (
@@ -232,7 +232,8 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
         f"{{name: {name}, options: {{url: 'http://127.0.0.1:1/v1', model: m, api_key_variable: {key}}}}}"
         for name, key in (("judge", "JUDGES_KEY"), ("my:judge", "OTHERS_KEY"))
     ]
-    with launching(tmp_path, "learner.ranks=2", f"rewards=[{', '.join(judges)}]") as (launch, config, supervisor):
+    overrides = "learner.ranks=2", "learner.checkpoint.upload=s3://bucket", f"rewards=[{', '.join(judges)}]"
+    with launching(tmp_path, *overrides) as (launch, config, supervisor):
         launch.start()
         redis = supervisor.children["redis"].process.pid
         got = {"redis": Path(f"/proc/{redis}/environ").read_text().split("\0")}
@@ -243,7 +244,7 @@ def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatc
     assert {name: {each.split("=")[0] for each in variables} & secrets for name, variables in got.items()} == {
         "redis": set(),
         "buffer": {REDIS_PASSWORD_VARIABLE},
-        "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY"},
+        "learner": {REDIS_PASSWORD_VARIABLE, "SWANLAB_API_KEY", "AWS_SECRET_ACCESS_KEY"},
         "learner-1": {REDIS_PASSWORD_VARIABLE},
         "rollout": {"JUDGES_KEY", "OTHERS_KEY"},
     }
