@@ -119,7 +119,9 @@ class HfModel:
                     f"{offered.get(name, 'nothing')}, the model has {wanted.get(name, 'nothing')}"
                 )
         for name, tensor in staging.named_tensors(manifest):
-            self._held[name][0].copy_(tensor)
+            self._held[name][0].copy_(tensor, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before the staging memory is written again
 
     def _add_adapter(self, config: dict[str, Any]) -> None:
         """Adds an adapter without effect, which is all that versions change from now on. Raises: UpdateFailed."""
