@@ -160,10 +160,7 @@ def snapshot_taker(
     # With learner.offload they are on the host.
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     try:
-        if publisher.on_device:
-            snapshots = on(device)
-        else:
-            snapshots = on(host, relay=device if on_gpu else None)
+        snapshots = on(device) if publisher.on_device else on(host, relay=device if on_gpu else None)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         reason = f"{device} has no room for versions of the weights: {error}"
         log.warning("snapshots of the weights don't use the GPU", reason=reason)
