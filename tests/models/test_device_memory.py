@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.models.device_memory import sums_by_bucket
+from slipstream.models.device_memory import after, beside, export_memory, gpu_id, pin, sums_by_bucket
 
 CALLS = """
 import torch
@@ -49,6 +49,38 @@ def test_driver_is_called_by_its_own_conventions(tmp_path: Path) -> None:
         "alloc 7f0000001000", "handle 7f0000000000", "open 7f0000000100", "close 7f0000000100", "free 7f0000000000",
         "pin 60", "unpin 0",
     ]  # fmt: skip
+
+
+READER = """
+import sys, torch
+from slipstream.models.device_memory import beside, open_memory, sums_by_bucket
+gpu, size = torch.device("cuda", 0), int(sys.argv[2])
+memory = open_memory(bytes.fromhex(sys.argv[1]), size, gpu)
+with beside(gpu):
+    copied = torch.empty_like(memory).copy_(memory)
+    print(sums_by_bucket(copied, 1 << 20))
+"""
+
+
+@pytest.mark.gpu
+def test_processes_read_memory_of_a_gpu() -> None:
+    gpu, size = torch.device("cuda", 0), 5 << 20
+    memory, handle = export_memory(size, gpu)
+    host = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    pin(host)
+    assert host.is_pinned()
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for _ in range(2):  # readers come and go
+        with beside(gpu):
+            memory.copy_(host, non_blocking=True)
+            event = after(gpu)
+        assert event is not None
+        event.synchronize()
+        command = [sys.executable, "-c", READER, handle.hex(), str(size)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == str(sums_by_bucket(host, 1 << 20)), done.stderr
+        host += 1
+    assert gpu_id(gpu).startswith("GPU-")
 
 
 def test_sum_of_a_bucket_reveals_changed_and_exchanged_words() -> None:

@@ -64,19 +64,21 @@ def share_memory(config: RunConfig, report: "FitReport", *, same_gpu: bool) -> S
         fixed["received version"] = report.version_bytes
     room = (1 - MARGIN) * report.gpu_memory - sum(learner.values())
     given = engine.options.get(option)
-    engine_bytes = room if given is None or engine.name == "sglang" else float(given) * report.gpu_memory
+    fraction = None if given is None or engine.name == "sglang" else float(given)
+    engine_bytes = room if fraction is None else fraction * report.gpu_memory
     available = engine_bytes - sum(fixed.values())
     sequence = report.engine["KV cache per 1,000 tokens"] * engine.max_model_len / 1000
     cache = float(engine.kv_cache_bytes or max(sequence, min(available, sequence * engine.max_sequences)))
     if engine_bytes > room or cache > available:
         raise ConfigError(_refusal(report, engine, learner, {**fixed, "KV cache": cache}))
-    if engine_bytes == room:
+    if fraction is None:
         engine_bytes = sum(fixed.values()) + cache
+        if engine.name == "hf":  # a limit of its allocator, which nothing reserves: of what is left, half for each
+            engine_bytes = (engine_bytes + room) / 2
     if given is None:
         # Of SGLang a share of what is free at its start, for weights and cache; kv_cache_bytes bounds the latter.
-        part, whole = engine_bytes, report.gpu_memory
-        if engine.name == "sglang":
-            part, whole = fixed["weights"] + cache, engine_bytes
+        is_static = engine.name == "sglang"
+        part, whole = (fixed["weights"] + cache, engine_bytes) if is_static else (engine_bytes, report.gpu_memory)
         given = ceil(1000 * part / whole) / 1000
     settings = {
         "weights.transport": transport,

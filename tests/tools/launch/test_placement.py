@@ -236,11 +236,11 @@ def divided(gpus: int, *overrides: str, **changes: Any) -> Placement:
     ("overrides", "changes", "transport", "option", "cache"),
     [
         # All that is of use: 10 sequences of 1,000 tokens.
-        (["rollout.engine.name=hf"], {}, "ipc", {"gpu_memory_utilization": 0.4}, 10e9),
+        (["rollout.engine.name=hf"], {}, "ipc", {"gpu_memory_utilization": 0.438}, 10e9),
         ([], {}, "shm", {"gpu_memory_utilization": 0.35}, 10e9),
         (["rollout.engine.name=sglang"], {}, "shm", {"mem_fraction_static": 0.929}, 10e9),
-        (["rollout.engine.name=hf", "weights.transport=shm"], {}, "shm", {"gpu_memory_utilization": 0.35}, 10e9),
-        (["rollout.engine.name=hf", "weights.transport=file"], {}, "file", {"gpu_memory_utilization": 0.35}, 10e9),
+        (["rollout.engine.name=hf", "weights.transport=shm"], {}, "shm", {"gpu_memory_utilization": 0.438}, 10e9),
+        (["rollout.engine.name=hf", "weights.transport=file"], {}, "file", {"gpu_memory_utilization": 0.438}, 10e9),
         # What 95% of the memory, the learner and two versions leave.
         (["rollout.engine.name=hf"], {"learner": {"weights": 40e9}}, "ipc", {"gpu_memory_utilization": 0.35}, 6e9),
         (["rollout.engine.kv_cache_bytes=3000000000"], {}, "shm", {"gpu_memory_utilization": 0.263}, 3e9),
