@@ -159,7 +159,7 @@ def gpu_id(device: torch.device) -> str:
 def pin(memory: Tensor) -> None:
     """Pins memory of the host as long as the tensor lives, so that a GPU copies at full speed and beside other work.
 
-    Where the driver refuses, copies are slower and that is all.
+    PyTorch's pinned memory has a power of two as its size. Where the driver refuses, copies are slower and that is all.
     """
     if not memory.numel():
         return

@@ -77,13 +77,13 @@ fi
 part env $((40 * scale)) check env
 part demo $((75 * scale)) up demo learner.steps=40
 [ -d "$work/runs/demo" ] && check summary demo  # also of a run that was cut off
-pipeline+=" model.build=null model.path=$work/model rollout.engine.kv_cache_bytes=null eval.every_steps=1000 eval.tasks=0 weights.publish_every_steps=1"
-pipeline+=" learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0 learner.checkpoint.every_steps=1000"
+pipeline+=" model.build=null model.path=$work/model rollout.engine.kv_cache_bytes=null weights.publish_every_steps=1"
+pipeline+=" eval.every_steps=1000 eval.tasks=0 learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0 learner.checkpoint.every_steps=1000"
 part pipeline $((130 * scale)) "check model && up pipeline weights.transport=ipc $pipeline"
 [ -d "$work/runs/pipeline" ] && check summary pipeline
+part learner_large $((60 * scale)) learner $large ${tokens[1]} $micro
 part pipeline_shm $((70 * scale)) "up pipeline_shm weights.transport=shm $pipeline learner.steps=8"
 [ -d "$work/runs/pipeline_shm" ] && check summary pipeline_shm && check updates
-part learner_large $((60 * scale)) learner $large ${tokens[1]} $micro
 part head $((30 * scale)) check head
 part attention $((35 * scale)) check attention
 part learner_small $((45 * scale)) learner $small ${tokens[1]} $micro
@@ -92,7 +92,8 @@ part learner_short $((45 * scale)) learner $small ${tokens[0]} $micro
 part learner_large_short $((45 * scale)) learner $large ${tokens[0]} $micro
 part parity $((30 * scale)) check parity
 # The engine's tests find the GPU by themselves.
-[ -n "$GPU_CHECK_TINY" ] || part memory 40 $python -m pytest -q -p no:cacheprovider -m gpu tests/models/test_device_memory.py
+[ -n "$GPU_CHECK_TINY" ] ||
+    part memory 40 "$python -m pytest -q -p no:cacheprovider -m gpu tests/models/test_device_memory.py"
 part tests $((60 * scale)) "$python -m pytest -q -p no:cacheprovider -n $workers --dist loadfile \
     tests/rollout_servers/engines/test_hf.py tests/contract/test_engine.py -k hf"
 check report

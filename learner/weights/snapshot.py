@@ -183,18 +183,20 @@ class Buffer:
 
 def _buffer(segment: Segment | None, size: int, device: torch.device, *, exports: bool, pinned: bool) -> Buffer:
     """Raises: torch.OutOfMemoryError, DeviceMemoryError."""
-    shared, path, handle = None, None, None
+    host, path, handle = None, None, None
     if segment is not None:
-        shared, path = torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8), segment.path
-        if pinned:
-            pin(shared)
-    if device.type == "cpu":
-        return Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if shared is None else shared, path)
+        host, path = torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8), segment.path
+    elif device.type == "cpu":
+        host = torch.empty(size, dtype=torch.uint8)
+    if host is not None and pinned:
+        pin(host)
+    if device.type == "cpu" and host is not None:
+        return Buffer(host, path)
     if exports:
         data, handle = export_memory(size, device)
     else:
         data = torch.empty(size, dtype=torch.uint8, device=device)
-    return Buffer(data, path, shared, handle)
+    return Buffer(data, path, host, handle)
 
 
 def _copy_beside(source: Tensor, into: Tensor, complete: "torch.cuda.Event | None") -> "torch.cuda.Event | None":

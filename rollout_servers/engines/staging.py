@@ -13,7 +13,7 @@ from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.fabric import TransferError, join_ranks, store_prefix
 from slipstream.buffer.wire.weights.layout import Checksums, Segment, layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import Form, Manifest, Part
-from slipstream.models.device_memory import beside, sums_by_bucket
+from slipstream.models.device_memory import beside, pin, sums_by_bucket
 from slipstream.models.tensors import typed_view
 
 HOST = torch.device("cpu")
@@ -93,8 +93,9 @@ class Staging:
                 self._segment = Segment(self._run, size)
                 self._data = torch.from_file(str(self._segment.path), shared=True, size=size, dtype=torch.uint8)
             else:
-                pinned = device == HOST and self.device.type == "cuda"
-                self._data = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+                self._data = torch.empty(size, dtype=torch.uint8, device=device)
+                if device != self.device:
+                    pin(self._data)
         self.version = -1
         return self._data
 

@@ -168,7 +168,11 @@ def snapshot_taker(
         _withdraw(publisher, from_device, weights, reason)
         snapshots = on(host)
     if snapshots.no_shared_memory is not None:
-        in_place = [transport for transport in publisher.offered if transport.in_place]
+        in_place = [
+            transport
+            for transport in publisher.offered
+            if transport.in_place and not (transport.on_device and device.type == "cuda")
+        ]
         _withdraw(publisher, in_place, weights, snapshots.no_shared_memory)
     return snapshots
 
