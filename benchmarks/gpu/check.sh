@@ -78,7 +78,8 @@ part env $((40 * scale)) check env
 part demo $((75 * scale)) up demo learner.steps=40
 [ -d "$work/runs/demo" ] && check summary demo  # also of a run that was cut off
 pipeline+=" model.build=null model.path=$work/model rollout.engine.kv_cache_bytes=null weights.publish_every_steps=1"
-pipeline+=" eval.every_steps=1000 eval.tasks=0 learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0 learner.checkpoint.every_steps=1000"
+pipeline+=" eval.every_steps=1000 eval.tasks=0 learner.checkpoint.every_steps=1000"
+pipeline+=" learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0"
 part pipeline $((130 * scale)) "check model && up pipeline weights.transport=ipc $pipeline"
 [ -d "$work/runs/pipeline" ] && check summary pipeline
 part learner_large $((60 * scale)) learner $large ${tokens[1]} $micro

@@ -82,6 +82,7 @@ class SnapshotTaker:
         segments: str | None = None,
         relay: torch.device | None = None,
         exports: bool = False,
+        pinned: bool = False,
     ) -> None:
         """Allocates the buffers.
 
@@ -90,6 +91,7 @@ class SnapshotTaker:
             segments: the name of the run: the bytes lie in shared memory, if there is room for them.
             relay: of the memory that is filled first.
             exports: other processes open the buffers on a GPU.
+            pinned: a GPU copies to buffers on the host: they are pinned.
 
         Raises: torch.OutOfMemoryError when a GPU has no room for them; DeviceMemoryError when it can't be shared.
         """
@@ -113,7 +115,6 @@ class SnapshotTaker:
             self.close()
             self.no_shared_memory = str(error)
         try:
-            pinned = any(parameter.is_cuda for parameter in model.parameters())
             self._buffers = [
                 _buffer(segment, size, device, exports=exports, pinned=pinned)
                 for segment in self._segments or (None, None)
@@ -188,9 +189,9 @@ def _buffer(segment: Segment | None, size: int, device: torch.device, *, exports
         host, path = torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8), segment.path
     elif device.type == "cpu":
         host = torch.empty(size, dtype=torch.uint8)
-    if host is not None and pinned:
-        pin(host)
     if device.type == "cpu" and host is not None:
+        if pinned:
+            pin(host)
         return Buffer(host, path)
     if exports:
         data, handle = export_memory(size, device)

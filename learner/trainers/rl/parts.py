@@ -143,6 +143,8 @@ def snapshot_taker(
     Raises: ConfigError when the only transport that may be used has no room for two versions.
     """
 
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())  # not so with learner.offload
+
     def on(device: torch.device, relay: torch.device | None = None) -> SnapshotTaker:
         return SnapshotTaker(
             model,
@@ -152,13 +154,12 @@ def snapshot_taker(
             segments=run if publisher is not None and publisher.in_place else None,
             relay=relay,
             exports=publisher is not None and publisher.exports,
+            pinned=publisher is not None and on_gpu,
         )
 
     host = torch.device("cpu")
     if publisher is None:
         return on(host)
-    # With learner.offload they are on the host.
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     try:
         snapshots = on(device) if publisher.on_device else on(host, relay=device if on_gpu else None)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
