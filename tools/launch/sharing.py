@@ -98,7 +98,10 @@ def _refusal(
 ) -> list[str]:
     option = _share_option(engine)
     given = engine.options.get(option)
-    within = "" if given is None else f" (rollout.engine.options.{option}={given}: leave it out to have it computed)"
+    within = ""
+    if given is not None:
+        gigabytes = float(given) * report.gpu_memory / GB
+        within = f" (rollout.engine.options.{option}={given} are {gigabytes:.1f} GB: leave it out to have it computed)"
     cached = f"{engine.kv_cache_bytes:,} bytes" if engine.kv_cache_bytes else f"{engine.max_model_len} tokens"
     remedies = [*report.remedies[:1], "a smaller learner.token_budget or rollout.engine.max_model_len", "two GPUs"]
     return [
