@@ -102,6 +102,7 @@ class NullEngine:
         self.incarnation = uuid.uuid4().hex
         self.version = 0
         self.direct: DirectTransport | None = None
+        self.device = torch.device("cpu")
 
     async def join(self, group: Form) -> None:
         return None

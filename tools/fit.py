@@ -71,6 +71,8 @@ class FitReport:
     host: dict[str, float]
     """On the host, for each of them."""
     engine: dict[str, float]
+    version_bytes: float
+    """Size of a version of the weights as it goes to the engines."""
     sequences: int
     """Longest sequences that the KV cache of an engine holds."""
     remedies: list[str]
@@ -133,7 +135,7 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
     from slipstream.learner.models.packing_check import as_config_error
     from slipstream.learner.parallel.mesh import MeshSizes, refuse
     from slipstream.models.folder import without_remote_code
-    from slipstream.tools.memory import Estimator, LearnerSetting
+    from slipstream.tools.memory import ENGINE_WORK_BYTES, Estimator, LearnerSetting
 
     with tempfile.TemporaryDirectory() as folder:  # a built model must not leave a run's folder
         path = initial_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})}))
@@ -172,8 +174,10 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
         engine={
             "weights": engine.weights,
             "KV cache": engine.cache,
+            "CUDA, work": ENGINE_WORK_BYTES,
             "KV cache per 1,000 tokens": 1000 * engine.per_token,
         },
+        version_bytes=estimator.version_bytes(setting),
         sequences=engine.sequences(config.rollout.engine.max_model_len),
         remedies=remedies,
         proposed=proposed,

@@ -24,7 +24,7 @@ FRAGMENTATION = 0.04
 ENGINE_SHARE = 0.9
 """Of the GPU, that vLLM takes by default (`gpu_memory_utilization`)."""
 ENGINE_WORK_BYTES = 2e9
-"""Memory of vLLM beside weights and KV cache."""
+"""Memory of an engine beside weights and KV cache, with CUDA's."""
 WITHOUT_CACHE = ("linear", "conv", "mamba", "mlp", "moe")
 """In the names of kinds of layers that keep nothing for each token."""
 STATE_BYTES = {"adamw": 2 * FP32, "adamw_8bit": 2 * (1 + FP32 / 256)}
@@ -136,10 +136,17 @@ class Estimator:
             gpu["CUDA, fragmentation"] = CONTEXT_BYTES + FRAGMENTATION * sum(gpu.values())
         return Estimate(gpu, held if setting.offload else {})
 
+    def version_bytes(self, setting: LearnerSetting) -> float:
+        """Bytes of a version of the weights as it goes to the engines."""
+        return setting.dtype.itemsize * (
+            self.size.total if setting.lora_rank is None else setting.lora_rank * self.size.rows
+        )
+
     def engine(self, engine: EngineConfig, *, dtype: torch.dtype, gpu_bytes: float) -> EngineEstimate:
         """The memory of an engine on its GPUs."""
-        ranks = int(engine.options.get("tensor_parallel_size", 1))
-        share = float(engine.options.get("gpu_memory_utilization", ENGINE_SHARE))
+        ranks = int(engine.options.get("tensor_parallel_size", engine.options.get("tp_size", 1)))
+        options = engine.options
+        share = float(options.get("gpu_memory_utilization", options.get("mem_fraction_static", ENGINE_SHARE)))
         weights = dtype.itemsize * self.size.total / ranks
         cache = gpu_bytes * share - weights - ENGINE_WORK_BYTES
         if engine.kv_cache_bytes is not None:

@@ -9,7 +9,7 @@ from benchmarks.gpu.kernels import attention, head
 from benchmarks.gpu.machine import environment
 from benchmarks.gpu.parity import parity
 from benchmarks.gpu.results import OUT
-from benchmarks.gpu.runs import collect, lengths, model, summary
+from benchmarks.gpu.runs import collect, lengths, model, summary, updates
 
 
 def report() -> None:
@@ -21,7 +21,7 @@ def report() -> None:
 
 
 PARTS: dict[str, Callable[..., Any]] = {
-    "env": environment, "model": model, "summary": summary, "collect": collect, "head": head,
+    "env": environment, "model": model, "summary": summary, "updates": updates, "collect": collect, "head": head,
     "attention": attention, "lengths": lengths, "parity": parity, "report": report,
 }  # fmt: skip
 

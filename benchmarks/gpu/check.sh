@@ -22,7 +22,7 @@ fi
 # slipstream's packages are the folders of the checkout; its version is read from metadata, which a checkout lacks.
 links=$work/links
 mkdir -p "$links/slipstream" "$links/slipstream-0.1.0.dist-info"
-for package in learner rollout_servers buffer rewards env configs tools; do
+for package in learner rollout_servers buffer rewards env configs tools models sandbox; do
     ln -sfn "$root/$package" "$links/slipstream/$package"
 done
 printf 'Metadata-Version: 2.1\nName: slipstream\nVersion: 0.1.0\n' >"$links/slipstream-0.1.0.dist-info/METADATA"
@@ -77,11 +77,14 @@ fi
 part env $((40 * scale)) check env
 part demo $((75 * scale)) up demo learner.steps=40
 [ -d "$work/runs/demo" ] && check summary demo  # also of a run that was cut off
-part pipeline $((130 * scale)) "check model && up pipeline model.build=null model.path=$work/model eval.every_steps=1000 \
-    eval.tasks=0 weights.publish_every_steps=1 learner.optimizer.lr=1e-6 \
-    learner.optimizer.warmup_steps=0 learner.checkpoint.every_steps=1000 $pipeline"
+pipeline+=" model.build=null model.path=$work/model rollout.engine.kv_cache_bytes=null weights.publish_every_steps=1"
+pipeline+=" eval.every_steps=1000 eval.tasks=0 learner.checkpoint.every_steps=1000"
+pipeline+=" learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0"
+part pipeline $((130 * scale)) "check model && up pipeline weights.transport=ipc $pipeline"
 [ -d "$work/runs/pipeline" ] && check summary pipeline
 part learner_large $((60 * scale)) learner $large ${tokens[1]} $micro
+part pipeline_shm $((70 * scale)) "up pipeline_shm weights.transport=shm $pipeline learner.steps=8"
+[ -d "$work/runs/pipeline_shm" ] && check summary pipeline_shm && check updates
 part head $((30 * scale)) check head
 part attention $((35 * scale)) check attention
 part learner_small $((45 * scale)) learner $small ${tokens[1]} $micro
@@ -90,6 +93,8 @@ part learner_short $((45 * scale)) learner $small ${tokens[0]} $micro
 part learner_large_short $((45 * scale)) learner $large ${tokens[0]} $micro
 part parity $((30 * scale)) check parity
 # The engine's tests find the GPU by themselves.
+[ -n "$GPU_CHECK_TINY" ] ||
+    part memory 40 "$python -m pytest -q -p no:cacheprovider -m gpu tests/models/test_device_memory.py"
 part tests $((60 * scale)) "$python -m pytest -q -p no:cacheprovider -n $workers --dist loadfile \
     tests/rollout_servers/engines/test_hf.py tests/contract/test_engine.py -k hf"
 check report

@@ -23,6 +23,8 @@ METRICS = (
     "generator_idle_fraction", "tokens_generated_per_s", "staleness_mean", "mismatch_abs", "mismatch_k3", "tokens",
     "reward", "entropy", "grad_norm",
 )  # fmt: skip
+UPDATES = ("weight_sync_s", "publish_s", "generation_stall_s")
+"""From publication to the last engine that generates with it; pause of training; pause of generation."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEVELS = ('"warning"', '"error"', '"critical"')
 
@@ -71,6 +73,17 @@ def summary(name: str) -> None:
     save("runs.json", f"{name}: warnings", warnings[:25])
     with (OUT / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"run": name, **each}) + "\n" for each in metrics)
+
+
+def updates() -> None:
+    """Saves the seconds of an update of the engine's weights in both runs of the pipeline, and of training's pause."""
+    runs = json.loads((OUT / "runs.json").read_text(encoding="utf-8"))
+    medians = {
+        transport: runs.get(name, {}).get("medians of the last three quarters", {})
+        for transport, name in (("ipc", "pipeline"), ("shm", "pipeline_shm"))
+    }
+    found = {transport: {key: values.get(key) for key in UPDATES} for transport, values in medians.items()}
+    save("runs.json", "seconds of an update", found)
 
 
 def collect(source: str) -> None:

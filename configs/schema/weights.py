@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 
-TransportName = Literal["gloo", "nccl", "shm", "file", "stream"]
+TransportName = Literal["gloo", "nccl", "ipc", "shm", "file", "stream"]
 """Values of `weights.transport` beside `auto`."""
 
 
@@ -26,9 +26,10 @@ class Transport:
         engine: that engine, as `name` or `name/core`.
         auto: learners that offer it with `weights.transport: auto`.
         broadcast: a version goes to a process group of servers at once; otherwise each fetches it from a source.
-        in_place: servers read the learner's own copy of a version, in memory that both hosts share.
+        in_place: servers read the learner's own copy of a version, in memory that both share.
+        on_device: that copy lies on the learner's GPU, which the servers use too; nothing passes through the host.
         queued: few servers at a time fetch, the others wait for their turn.
-        late: name of the transport by which servers fetch that a broadcast does not reach.
+        late: name of the transport by which servers fetch that this one does not reach.
         ports: keys of `weights` with the ports on which the learner listens.
     """
 
@@ -40,6 +41,7 @@ class Transport:
     auto: Literal["any learner", "learner with a GPU", "learner without a GPU"] | None = None
     broadcast: bool = False
     in_place: bool = False
+    on_device: bool = False
     queued: bool = False
     late: str | None = None
     ports: tuple[str, ...] = ()
@@ -72,6 +74,15 @@ TRANSPORTS = {
             broadcast=True,
             late="stream",
             ports=("store_port",),
+        ),
+        Transport(
+            name="ipc",
+            key="ipc",
+            sender=_SENDERS + "fetch:IpcTransport",
+            receiver=_RECEIVERS + "IpcReceiver",
+            in_place=True,
+            on_device=True,
+            late="shm",
         ),
         Transport(
             name="shm",
@@ -121,8 +132,9 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", TransportName] = "auto"
     """`auto` picks for each server: `nccl` where learner and vLLM have GPUs, `shm` on the learner's host, else
-    `gloo`, or `stream` from a learner with a GPU. `file` needs a folder that all hosts see; `stream` sends only what
-    changed, for hosts without a fabric."""
+    `gloo`, or `stream` from a learner with a GPU. `ipc` is for engines on the learner's own GPU, where `slipstream up`
+    chooses it. `file` needs a folder that all hosts see; `stream` sends only what changed, for hosts without a
+    fabric."""
     host: str = "127.0.0.1"
     """Address at which rollout servers reach the learner (control and transfer)."""
     bind: str = "127.0.0.1"

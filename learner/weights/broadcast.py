@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Protocol, Self
@@ -22,6 +22,7 @@ from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports import Broadcast, Rendezvous, SenderSettings
+from slipstream.models.device_memory import beside
 
 SENDER = "vllm.distributed.weight_transfer.nccl_common"
 BUCKETS_AT_ONCE = 2
@@ -146,6 +147,7 @@ class NcclTransport(_OneStore):
 
     def _send(self, group: Any, snapshot: Snapshot) -> None:
         """Raises: RuntimeError, as NCCL's and CUDA's errors are."""
+        snapshot.wait()
         from vllm.distributed.weight_transfer.packed_tensor import (
             DEFAULT_PACKED_NUM_BUFFERS,
             packed_nccl_broadcast_producer,
@@ -331,16 +333,12 @@ def process_group(store: PrefixStore, world: int) -> Any:
             os.environ[ON_ERRORS] = before
 
 
-def _stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream of its own: in training's stream, steps would wait for the broadcast."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-
-
 def _send(group: Any, snapshot: Snapshot) -> None:
     """Raises: RuntimeError, as NCCL's and CUDA's errors are."""
+    snapshot.wait()
     tensors = iter(snapshot.named_tensors())
     inflight: deque[tuple[Any, Tensor]] = deque()
-    with _stream(snapshot.data.device):
+    with beside(snapshot.data.device):  # in training's stream, steps would wait for the broadcast
         for bucket in tensor_buckets(snapshot.manifest.tensors, snapshot.manifest.bucket_bytes):
             packed = torch.cat([next(tensors)[1].flatten().view(torch.uint8) for _ in bucket])
             if len(inflight) == BUCKETS_AT_ONCE:

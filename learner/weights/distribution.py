@@ -97,6 +97,10 @@ class Publication:
                 self._sealed = await asyncio.to_thread(self.snapshot.sealed)
             return self._sealed
 
+    async def for_transport(self, name: str) -> Snapshot:
+        """The snapshot where a transport reads it."""
+        return self.snapshot if TRANSPORTS[name].on_device else await self.on_host()
+
     def settled(self) -> bool:
         """True if each member has applied it or a later one, or is gone."""
         self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
@@ -107,8 +111,16 @@ class Distribution:
     """The latest version, and the tasks that deliver it to the members."""
 
     def __init__(
-        self, config: WeightsConfig, transports: Transports, roster: Roster, rpc: Rpc, metrics: SyncMetrics
+        self,
+        config: WeightsConfig,
+        transports: Transports,
+        roster: Roster,
+        rpc: Rpc,
+        metrics: SyncMetrics,
+        *,
+        gpu: str = "",
     ) -> None:
+        """`gpu`: identity of the learner's, if it has one."""
         self._roster = roster
         self._rpc = rpc
         self._metrics = metrics
@@ -117,6 +129,7 @@ class Distribution:
         broadcast = transports.broadcast
         self._group = None if broadcast is None else ProcessGroup(config, broadcast, rpc)
         self._host = host_identity()
+        self._device = gpu or self._host
         self._latest: Publication | None = None
         self._under_way: list[Publication] = []
         self._reclaiming: Future[None] | None = None
@@ -224,10 +237,13 @@ class Distribution:
         return [member for member, name in chosen if name is not None and TRANSPORTS[name].broadcast]
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
-        name = choose_transport(member, self._order, host=self._host, late=late)
+        def choose() -> str | None:
+            return choose_transport(member, self._order, host=self._host, device=self._device, late=late)
+
+        name = choose()
         if name is None and member.record.avoided:
             member.record.avoided.clear()  # no other transport is left
-            name = choose_transport(member, self._order, host=self._host, late=late)
+            name = choose()
         return name
 
     def _start(self, tasks: asyncio.TaskGroup, members: Sequence[Member], work: Coroutine[Any, Any, None]) -> None:
@@ -275,7 +291,7 @@ class Distribution:
         if name is None:
             offered, sent = ", ".join(member.join.transports), ", ".join(self._order)
             raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
-        snapshot = await latest.on_host()
+        snapshot = await latest.for_transport(name)
         source = await self._source(member, latest, name)
         if not TRANSPORTS[name].in_place:
             reading.close()
@@ -339,7 +355,7 @@ class Distribution:
         Raises: Absent when it can't be prepared; TransferError when a newer one is, which the member gets next.
         """
         with latest.read_with_base():
-            snapshot = await latest.on_host()
+            snapshot = await latest.for_transport(name)
             async with self._preparing[name]:
                 if latest.version < self._prepared.get(name, -1):  # it would break the chain of differences
                     raise TransferError(f"version {latest.version} was superseded")

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import zmq
+from msgspec import structs
 
 from slipstream.buffer.wire.auth import LEARNER, ServiceKeys, service_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
@@ -13,7 +15,7 @@ from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.fabric import TransferError
 from slipstream.buffer.wire.weights.layout import SHARED_MEMORY, Segment, SegmentError, tensor_pieces
-from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
+from slipstream.buffer.wire.weights.protocol import DeviceMemory, Gone, Part, Piece, Pull, Source
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -21,6 +23,7 @@ from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports import Sender, SenderSettings
+from slipstream.models.device_memory import DeviceMemoryError, beside, export_memory, gpu_id, sums_by_bucket
 
 log = get_log("learner.weights.fetch")
 
@@ -67,6 +70,49 @@ class ShmTransport(Sender):
 
     def close(self) -> None:
         """Does nothing: the segments belong to the snapshots."""
+
+
+class IpcTransport(ShmTransport):
+    """Members copy within the memory of the learner's GPU; without one, from its shared memory.
+
+    The sums of the buckets reveal that a later version has overwritten it.
+    """
+
+    def __init__(self) -> None:
+        self._sums: tuple[int, list[int]] = (-1, [])
+
+    @staticmethod
+    def obstacle(run: str) -> str | None:
+        """The reason why this process can't send so, with a remedy; None if it can."""
+        if not torch.cuda.is_available():
+            return ShmTransport.obstacle(run)
+        try:
+            export_memory(1, torch.device("cuda", torch.cuda.current_device()))
+        except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+            return f"this GPU's memory can't be shared between processes ({error}); use shm"
+        return None
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Computes the sums of the version's buckets, once its bytes are there."""
+        if snapshot.handle is None:
+            super().prepare(snapshot)
+        manifest, data = snapshot.manifest, snapshot.data
+        if manifest.version != self._sums[0]:
+            snapshot.wait()
+            with beside(data.device):
+                self._sums = (manifest.version, sums_by_bucket(data, manifest.bucket_bytes))
+
+    def source(self, snapshot: Snapshot, staged: int) -> Source:
+        """The memory, always whole."""
+        version, sums = self._sums
+        assert version == snapshot.manifest.version, "source() after prepare() of the same version"
+        if snapshot.handle is None:
+            whole = super().source(snapshot, staged)
+            return Source(place=whole.place, parts=[structs.replace(part, sums=sums) for part in whole.parts])
+        gpu = gpu_id(snapshot.data.device)
+        memory = DeviceMemory(gpu=gpu, handle=snapshot.handle)
+        part = Part(name=str(version), version=version, size_bytes=snapshot.data.numel(), sums=sums, memory=memory)
+        return Source(place=gpu, parts=[part])
 
 
 def difference(old: Snapshot, new: Snapshot) -> bytes:

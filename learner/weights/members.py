@@ -211,12 +211,15 @@ class Roster:
             member.inbox.put_nowait(None)  # wakes the request that waits for an answer
 
 
-def choose_transport(member: Member, available: Sequence[str], *, host: str, late: bool) -> str | None:
+def choose_transport(
+    member: Member, available: Sequence[str], *, host: str, device: str = "", late: bool
+) -> str | None:
     """The first of the learner's transports that a member can use; None if there is none.
 
     Args:
         available: in the order of preference.
         host: identity of the learner's host, for shared memory.
+        device: identity of its GPU, or of its host again.
         late: the others have the version already, so it must come without a transfer group.
     """
     for name in available:
@@ -224,6 +227,8 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
             continue
         transport = TRANSPORTS[name]
         if (transport.in_place and member.join.host != host) or (late and transport.broadcast):
+            continue
+        if transport.on_device and member.join.device != device:
             continue
         return name
     return None

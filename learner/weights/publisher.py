@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+import torch
 import uvloop
 import zmq.asyncio
 
@@ -26,6 +27,7 @@ from slipstream.learner.weights.distribution import Distribution, Publication
 from slipstream.learner.weights.members import Roster, Rpc, SyncMetrics
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports import Transports
+from slipstream.models.device_memory import gpu_id
 
 log = get_log("learner.weights")
 
@@ -44,6 +46,8 @@ class WeightPublisher:
         self._transports = transports
         self.metrics = SyncMetrics()
         self._roster = Roster(run, deadline_s=config.deadline_s)
+        # Read here: the current device is per thread.
+        self._gpu = gpu_id(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
         self._latest: Publication | None = None
         self._reclaimed: Future[None] | None = None
         self._started: Future[None] = Future()
@@ -55,7 +59,13 @@ class WeightPublisher:
     @property
     def on_device(self) -> bool:
         """True if snapshots must lie in the accelerator's memory."""
-        return self._transports.broadcast is not None and self._transports.broadcast.on_device
+        broadcast = self._transports.broadcast
+        return self.exports or (broadcast is not None and broadcast.on_device)
+
+    @property
+    def exports(self) -> bool:
+        """True if rollout servers may read them there."""
+        return any(transport.on_device for transport in self.offered)
 
     @property
     def without_engine(self) -> int:
@@ -126,7 +136,9 @@ class WeightPublisher:
         try:
             socket = self._bind(context)
             self._rpc = Rpc(socket, self._roster, deadline_s=self._config.deadline_s)
-            self._distribution = Distribution(self._config, self._transports, self._roster, self._rpc, self.metrics)
+            self._distribution = Distribution(
+                self._config, self._transports, self._roster, self._rpc, self.metrics, gpu=self._gpu
+            )
             self._started.set_result(None)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(socket))

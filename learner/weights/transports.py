@@ -122,7 +122,7 @@ class Transports:
 
 
 def offered_transports(weights: WeightsConfig, *, run: str, direct: str | None) -> list[Transport]:
-    """The transports of this learner, the preferred one first; the last serves late joiners of a process group.
+    """The transports of this learner, the preferred one first; then those for servers that a transport does not reach.
 
     Args:
         direct: name of the transport straight into the engine, if it may be used.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
+import torch
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
@@ -19,7 +20,7 @@ from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.models.architecture import placeholder_tokens
-from slipstream.rollout_servers.engines.staging import Staging, join_rendezvous
+from slipstream.rollout_servers.engines.staging import HOST, Staging, join_rendezvous
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class DirectSource:
 
 
 TensorSource = Staging | DirectSource
-"""Source of a version's tensors: staged in host memory, or broadcast by the learner."""
+"""Source of a version's tensors: staged in memory, or broadcast by the learner."""
 
 
 class Engine(Protocol):
@@ -246,6 +247,11 @@ class Engine(Protocol):
     @property
     def direct(self) -> DirectTransport | None:
         """Transport by which the learner broadcasts to the engine's own workers; None where there is none."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device from whose memory `install` reads a staged version: a GPU if the engine uses it in this process."""
         ...
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -318,6 +324,7 @@ class BaseEngine(ABC):
     name: ClassVar[str]
     shares_memory = False
     direct: DirectTransport | None = None
+    device = HOST
 
     def __init__(self, generation: Generation, *, adapts: bool = False) -> None:
         """`adapts`: versions are adapters of the initial model."""

@@ -1,4 +1,4 @@
-"""The rollout server's side of a transfer: its rendezvous with the learner, and host memory for the bytes."""
+"""The rollout server's side of a transfer: its rendezvous with the learner, and memory for the bytes."""
 
 import threading
 from collections.abc import Iterator
@@ -12,8 +12,11 @@ from torch.distributed import PrefixStore, TCPStore
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.fabric import TransferError, join_ranks, store_prefix
 from slipstream.buffer.wire.weights.layout import Checksums, Segment, layout, tensor_slices
-from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest, Part
+from slipstream.models.device_memory import beside, pin, sums_by_bucket
 from slipstream.models.tensors import typed_view
+
+HOST = torch.device("cpu")
 
 
 class SourceGone(TransferError):
@@ -25,12 +28,19 @@ class Staging:
 
     Attributes:
         version: the verified version in memory; -1 while there is none.
+        device: of the engine; versions that come from there stay there.
     """
 
-    def __init__(self, run: str, *, shared: bool) -> None:
-        """`shared`: in a file in shared memory, for engines whose workers are other processes."""
+    def __init__(self, run: str, *, shared: bool, device: torch.device = HOST) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            shared: in a file in shared memory, for engines whose workers are other processes.
+            device: of the engine, if it reads the memory itself: a GPU reads pinned memory faster.
+        """
         self._run = run
         self._shared = shared
+        self.device = device
         self._segment: Segment | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
         self._checksums: Checksums | None = None
@@ -53,16 +63,39 @@ class Staging:
 
         Raises: SegmentError when there is not enough shared memory.
         """
+        data = self._allocate(manifest, HOST)
+        self._checksums = Checksums(data.numpy().data, manifest.tensors)
+        self._base = None
+        return data
+
+    def copy_on_device(self, source: Tensor, manifest: Manifest, part: Part) -> None:
+        """Copies a version from memory of the engine's device, bucket by bucket, and verifies it by its buckets' sums.
+
+        Raises: SourceGone when they differ; TransferError when `source` has another size; SegmentError or
+        torch.OutOfMemoryError when there is no room for a copy.
+        """
+        with beside(self.device):  # the allocation too: else it could be memory that work in flight still uses
+            data = self._allocate(manifest, self.device)
+            if len(source) != len(data):
+                raise TransferError(f"version {part.version} has {len(source)} bytes, its tensors {len(data)}")
+            for into, bucket in zip(*(each.split(manifest.bucket_bytes) for each in (data, source)), strict=True):
+                into.copy_(bucket)
+            if sums_by_bucket(data, manifest.bucket_bytes) != part.sums:
+                raise SourceGone(f"version {manifest.version} arrived damaged: the sum of a bucket differs")
+        self.version = manifest.version
+
+    def _allocate(self, manifest: Manifest, device: torch.device) -> Tensor:
+        """Raises: SegmentError, torch.OutOfMemoryError."""
         _, size = layout(manifest.tensors)
-        if self._data.numel() != size:
+        if (self._data.numel(), self._data.device) != (size, device):
             self.abandon()
-            if self._shared:
+            if self._shared and device == HOST:
                 self._segment = Segment(self._run, size)
                 self._data = torch.from_file(str(self._segment.path), shared=True, size=size, dtype=torch.uint8)
             else:
-                self._data = torch.empty(size, dtype=torch.uint8)
-        self._checksums = Checksums(self._data.numpy().data, manifest.tensors)
-        self._base = None
+                self._data = torch.empty(size, dtype=torch.uint8, device=device)
+                if device != self.device:
+                    pin(self._data)
         self.version = -1
         return self._data
 

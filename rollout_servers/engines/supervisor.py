@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import torch
+
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.logging import get_log
@@ -179,6 +181,10 @@ class RestartingEngine:
     @property
     def direct(self) -> DirectTransport | None:
         return self._restarts.engine.direct
+
+    @property
+    def device(self) -> torch.device:
+        return self._restarts.engine.device
 
     @property
     def incarnation(self) -> str:

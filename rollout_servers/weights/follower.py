@@ -25,6 +25,7 @@ from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
+from slipstream.models.device_memory import gpu_id
 from slipstream.rollout_servers.engines.base import DirectSource, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import SourceGone, Staging
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
@@ -90,6 +91,7 @@ class WeightFollower:
                 version=self.engine.version,
                 staged=self._inbound.staging.version,
                 host=self._host,
+                device=gpu_id(self.engine.device) or self._host,
                 transports=self._inbound.transports,
                 workers=1 if direct is None else direct.workers,
                 holding=self._holds,
@@ -371,7 +373,7 @@ class Inbound:
             raise
 
     def _new_staging(self) -> Staging:
-        return Staging(self._run, shared=self._engine.shares_memory)
+        return Staging(self._run, shared=self._engine.shares_memory, device=self._engine.device)
 
 
 class EvaluationHold:

@@ -13,8 +13,10 @@ from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
+import torch
 import zmq
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
@@ -25,6 +27,7 @@ from slipstream.buffer.wire.weights.fabric import GlooFabric, TransferError
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
+from slipstream.models.device_memory import DeviceMemoryError, gpu_id, open_memory
 from slipstream.rollout_servers.engines.staging import SourceGone, Staging, describe, join_rendezvous
 
 
@@ -137,6 +140,50 @@ class ShmReceiver(Receiver):
         while len(mapped) > SEGMENTS_KEPT:
             del mapped[next(iter(mapped))]
         return segment
+
+
+class IpcReceiver(Receiver):
+    """One copy within the memory of a device: of a GPU, or of a host without one."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._opened: dict[bytes | str, Tensor] = {}
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Copies the version."""
+        assert announce.source is not None, "ipc is fetched from a source"
+        [part] = announce.source.parts
+        try:
+            staging.copy_on_device(self._open(announce.source, part, staging), announce.manifest, part)
+        except (OSError, ValueError, DeviceMemoryError, torch.OutOfMemoryError) as error:
+            raise TransferError(
+                f"version {part.version} could not be copied from the learner's memory in {announce.source.place}: "
+                f"{error}"
+            ) from None
+
+    def close(self) -> None:
+        """Lets go of the learner's memory."""
+        self._opened = {}  # a new one: a thread may be using the old one
+
+    def _open(self, source: Source, part: Part, staging: Staging) -> Tensor:
+        """The learner's memory. Raises: OSError, ValueError, DeviceMemoryError when it is not here, or too short."""
+        here = gpu_id(staging.device)
+        there = "" if part.memory is None else part.memory.gpu
+        if here != there:
+            raise ValueError(f"it lies on {there or 'the host'}, and the engine runs on {here or 'the host'}")
+        path = Path(source.place) / part.name
+        key = str(path) if part.memory is None else part.memory.handle
+        memory = self._opened.pop(key, None)
+        if memory is None or memory.numel() != part.size_bytes:
+            if part.memory is not None:
+                memory = open_memory(part.memory.handle, part.size_bytes, staging.device)
+            elif (size := path.stat().st_size) < part.size_bytes:  # torch would make it longer
+                raise ValueError(f"it has {size} bytes, not {part.size_bytes}")
+            else:
+                memory = torch.from_file(str(path), shared=True, size=part.size_bytes, dtype=torch.uint8)
+        self._opened[key] = memory
+        while len(self._opened) > SEGMENTS_KEPT:
+            del self._opened[next(iter(self._opened))]
+        return memory
 
 
 class FileReceiver(Receiver):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
@@ -22,6 +24,7 @@ from slipstream.rollout_servers.engines.base import (
     Request,
     TensorSource,
 )
+from slipstream.rollout_servers.engines.staging import HOST
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
 
@@ -54,6 +57,7 @@ class ScriptedEngine:
     logprobs: list[float] = field(default_factory=list)
     usage: Pressure = field(default_factory=lambda: Pressure(kv_cache_usage=0.0, preemptions=0))
     shares_memory: bool = False
+    device: torch.device = HOST
     direct: DirectTransport | None = None
     asked: list[object] = field(default_factory=list)
     max_tokens: list[int | None] = field(default_factory=list)

@@ -33,6 +33,8 @@ class Machine:
     """Threads of each process, if the user has chosen their number by OMP_NUM_THREADS."""
     pins: bool = True
     """True if the platform binds processes to cores."""
+    sets_allocator: bool = False
+    """True if the user has configured PyTorch's allocator by its variables."""
 
 
 def this_machine() -> Machine:
@@ -40,7 +42,8 @@ def this_machine() -> Machine:
     pins = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if pins else range(os.cpu_count() or 1)
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    return Machine(tuple(cores), _visible_gpus(), int(threads) if threads.isdecimal() else None, pins)
+    sets_allocator = any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return Machine(tuple(cores), _visible_gpus(), int(threads) if threads.isdecimal() else None, pins, sets_allocator)
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:

@@ -1,7 +1,7 @@
 """Placement of a run's processes on this machine: their number, cores and GPUs. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -11,6 +11,7 @@ from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.run import gpu_numbers
 from slipstream.tools.launch.machine import Machine
+from slipstream.tools.launch.sharing import Sharing, share_memory
 
 if TYPE_CHECKING:
     from slipstream.tools.fit import FitReport
@@ -21,8 +22,6 @@ GPUS_OF_AN_ENGINE: Final = (
     *("tp_size", "pp_size", "dp_size"),  # SGLang's other names
 )
 """Options of engines whose product is the number of their GPUs."""
-MEMORY_SHARES: Final = ("gpu_memory_utilization", "mem_fraction_static")
-"""Options with an engine's share of a GPU's memory; without them it takes nearly all."""
 Summary = Mapping[str, Any]
 
 
@@ -51,6 +50,8 @@ class Placement:
 
     machine: Machine
     shares: tuple[Share, ...]
+    sharing: Sharing | None = None
+    """The division of the memory of GPUs that learner and engines share."""
 
     def of(self, role: Role) -> list[Share]:
         """The processes of one kind: rollout servers, or learner ranks in their order."""
@@ -59,6 +60,11 @@ class Placement:
     def gpus(self, role: Role) -> tuple[int, ...]:
         """All GPUs of the processes of one kind."""
         return tuple(gpu for share in self.of(role) for gpu in share.gpus)
+
+    @property
+    def shared_gpus(self) -> tuple[int, ...]:
+        """GPUs of both the learner and the rollout servers."""
+        return tuple(sorted(set(self.gpus("rollout")) & set(self.gpus("learner"))))
 
     @property
     def text(self) -> str:
@@ -70,7 +76,10 @@ class Placement:
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(f"  {line}" for line in [*lines, f"of {_describe(self.machine)}"])
+        lines.append(f"of {_describe(self.machine)}")
+        if self.sharing is not None:
+            lines.append(f"GPU {_ranges(self.shared_gpus)}, shared, {self.sharing.text}")
+        return "\n".join(f"  {line}" for line in lines)
 
     def as_record(self) -> dict[str, Any]:
         """The placement as `summary.json` keeps it."""
@@ -81,6 +90,7 @@ class Placement:
                 share.name: {"threads": share.threads, "cores": list(share.cores), "gpus": list(share.gpus)}
                 for share in self.shares
             },
+            **({} if self.sharing is None else {"shared_memory": self.sharing.as_record()}),
         }
 
     def environment(self, share: Share, *, rendezvous_port: int | None = None) -> dict[str, str]:
@@ -95,6 +105,9 @@ class Placement:
         if visible:
             ids = ",".join(self.machine.gpus[gpu].id for gpu in visible)
             variables |= {"CUDA_VISIBLE_DEVICES": ids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if share.role == "learner" and self.shared_gpus and not self.machine.sets_allocator:
+            # Little is left between its tensors. The memory that processes share comes from the driver instead.
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         if rendezvous_port is not None:
             rank, size = str(share.index), str(len(self.of("learner")))
             variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -119,7 +132,7 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
         *rank_problems(config.learner, ranks),
         *_server_problems(config, servers, per_server, rollout_gpus),
         *_gpu_problems(config.learner, ranks, learner_gpus),
-        *_sharing_problems(machine, config, set(rollout_gpus) & set(learner_gpus)),
+        *_sharing_problems(config, set(rollout_gpus) & set(learner_gpus)),
     ]
     if problems:
         raise ConfigError(problems)
@@ -244,22 +257,14 @@ def _gpu_problems(learner: LearnerConfig, ranks: int, gpus: Sequence[int]) -> li
     ]
 
 
-def _sharing_problems(machine: Machine, config: RunConfig, shared: set[int]) -> list[str]:
-    """GPUs of both engine and learner that the engine would fill, or between which NCCL would send."""
-    engine, problems = config.rollout.engine, []
-    if not shared:
+def _sharing_problems(config: RunConfig, shared: set[int]) -> list[str]:
+    """GPUs of both engine and learner between which NCCL would send."""
+    if not shared or not config.weights.direct:
         return []
-    who = f"rollout servers and learner share GPU {_ranges(sorted(shared))}"
-    if engine.name != "hf" and not any(name in engine.options for name in MEMORY_SHARES):
-        memory = machine.gpus[min(shared)].memory_bytes / 1e9
-        option = MEMORY_SHARES[engine.name == "sglang"]
-        problems.append(
-            f"{who}, of {memory:.0f} GB, and the engine takes nearly all of it: set rollout.engine.options.{option}, "
-            "such as to 0.4 (`slipstream fit` computes the memory of both)"
-        )
-    if config.model.lora is None and engine.direct in [transport.name for transport in config.weights.possible]:
-        problems.append(f"{who}, and NCCL connects no GPU with itself: set weights.transport=shm")
-    return problems
+    return [
+        f"weights.transport={config.weights.transport}: rollout servers and learner share GPU "
+        f"{_ranges(sorted(shared))}, and NCCL connects no GPU with itself; set weights.transport=auto"
+    ]
 
 
 # --- learner ranks ----------------------------------------------------------------------------------------------------
@@ -311,28 +316,28 @@ def _divide_cores(machine: Machine, processes: int) -> tuple[int, Iterator[tuple
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_problems(placement: Placement, engine: EngineConfig, report: "FitReport") -> list[str]:
-    """One message for each side that does not fit into its GPUs' memory, by what `slipstream fit` computes for them."""
-    problems, memory, needed = [], f"{report.gpu_memory / 1e9:.0f} GB", sum(report.learner.values())
+def divide_memory(placement: Placement, config: RunConfig, report: "FitReport") -> Placement:
+    """The placement with the division of the memory of shared GPUs, by what `slipstream fit` computes.
+
+    Raises: ConfigError with one message for each side that does not fit into its GPUs' memory.
+    """
+    memory, engine = f"{report.gpu_memory / 1e9:.0f} GB", config.rollout.engine
+    problems, shared = list[str](), placement.shared_gpus
     if not report.learner_fits:
         remedies = [*report.remedies[:1], *([report.proposed] if report.proposed else [])]
         problems.append(
-            f"learner: each of {len(placement.of('learner'))} ranks needs {needed / 1e9:.1f} GB of a GPU of {memory}: "
-            f"{' or '.join(remedies) or 'more GPUs, or a smaller model'}"
+            f"learner: each of {len(placement.of('learner'))} ranks needs {sum(report.learner.values()) / 1e9:.1f} GB "
+            f"of a GPU of {memory}: {' or '.join(remedies) or 'more GPUs, or a smaller model'}"
         )
-    if engine.name == "hf":  # it has no cache of a fixed size
-        return problems
-    if not report.sequences:
+    if not shared and not report.sequences and engine.name != "hf":  # which has no cache of a fixed size
         remedy = report.engine_remedy or "a smaller rollout.engine.max_model_len, or more GPUs for each server"
         problems.append(f"rollout: an engine has no room for one sequence on GPUs of {memory}: {remedy}")
-    reserved = report.engine["weights"] + report.engine["KV cache"]
-    shares = set(placement.gpus("rollout")) & set(placement.gpus("learner"))
-    if shares and report.learner_fits and needed + reserved > report.gpu_memory:
-        problems.append(
-            f"learner and engine need {needed / 1e9:.1f} + {reserved / 1e9:.1f} GB of the GPU of {memory} that they "
-            f"share: lower rollout.engine.options.{MEMORY_SHARES[engine.name == 'sglang']}, or learner.token_budget"
-        )
-    return problems
+    if problems:
+        raise ConfigError(problems)
+    if not shared:
+        return placement
+    same_gpu = {server.gpus for server in placement.of("rollout")} == {placement.of("learner")[0].gpus}
+    return replace(placement, sharing=share_memory(config, report, same_gpu=same_gpu))
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from slipstream.models.folder import initial_model
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.disk import disk_problems, is_full
 from slipstream.tools.launch.machine import this_machine
-from slipstream.tools.launch.placement import Placement, memory_problems, place
+from slipstream.tools.launch.placement import Placement, divide_memory, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder, stored_problems
 from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint, start_ahead
@@ -70,9 +70,10 @@ def command(argv: Sequence[str]) -> int:
         )
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
+    ports = list[str]()
     if config.run.port_base is None and is_confined(config.buffer, config.weights):
-        ports = f"run.port_base={choose_port_base(folder)}"
-        config = load_config(arguments.config, [*arguments.overrides, ports])
+        ports.append(f"run.port_base={choose_port_base(folder)}")
+        config = load_config(arguments.config, [*arguments.overrides, *ports])
     problems = [
         *(stored_problems(config) if arguments.fresh else finished_problems(folder, config.model)),
         *port_problems(needed_ports(config)),
@@ -83,7 +84,10 @@ def command(argv: Sequence[str]) -> int:
     with ExitStack() as closing:
         standbys = start_ahead(config, placement, closing)
         _check(config)
-        _check_memory(config, placement)
+        placement = _divide_memory(config, placement)
+        if placement.sharing is not None:
+            shares = [f"{key}={value}" for key, value in placement.sharing.settings.items()]
+            config = load_config(arguments.config, [*arguments.overrides, *ports, *shares])
         if problems := disk_problems(config):
             raise ConfigError(problems)
         remove_leftovers()
@@ -119,17 +123,16 @@ def _check(config: RunConfig) -> None:
         print(f"warning: {warning}", flush=True)
 
 
-def _check_memory(config: RunConfig, placement: Placement) -> None:
-    """Raises: ConfigError when learner or engine don't fit into the memory of their GPUs."""
+def _divide_memory(config: RunConfig, placement: Placement) -> Placement:
+    """As `divide_memory`. Raises: ConfigError when learner or engine don't fit into the memory of their GPUs."""
     gpus = placement.gpus("learner") + placement.gpus("rollout")
     if not gpus:
-        return
+        return placement
     from slipstream.tools.fit import fit_apart
 
     memory = min(placement.machine.gpus[gpu].memory_bytes for gpu in gpus)
     report = fit_apart(config, gpus=len(placement.of("learner")), gpu_bytes=memory)
-    if problems := memory_problems(placement, config.rollout.engine, report):
-        raise ConfigError(problems)
+    return divide_memory(placement, config, report)
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:

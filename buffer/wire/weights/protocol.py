@@ -1,7 +1,7 @@
 """Control messages of the weight channel, between the learner (ROUTER) and the rollout servers (DEALER).
 
 broadcast (gloo, nccl):       Form ─▶ Entered, then Announce ─▶ Ready, Sending and [buckets] ─▶ Loaded, Apply ─▶ Applied
-fetched (shm, file, stream):                       Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
+fetched (ipc, shm, file, stream):                  Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
 
 `stream` admits few fetches at a time: the others get Queued first, and the deadlines of an Announce start with it.
 
@@ -59,10 +59,19 @@ class Manifest(Record, frozen=True):
     evaluate: bool
     """Servers stay on this version until its evaluation tickets are worked off."""
     checksums: list[int] = msgspec.field(default_factory=list)
-    """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl)."""
+    """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl, ipc)."""
     probe: Probe | None = None
     adapter: AdapterConfig | None = None
     """Set if `tensors` are an adapter's, under peft's names; None: they are all of the model."""
+
+
+class DeviceMemory(Record, frozen=True):
+    """Memory of a GPU that other processes may open."""
+
+    gpu: str
+    """Its identity, the same in all processes."""
+    handle: bytes
+    """CUDA's, of the whole memory (cuIpcGetMemHandle)."""
 
 
 class Part(Record, frozen=True):
@@ -72,13 +81,17 @@ class Part(Record, frozen=True):
     version: int
     size_bytes: int
     base: int | None = None
+    sums: list[int] = msgspec.field(default_factory=list)
+    """ipc: of each bucket, as `models.device_memory.sums_by_bucket` computes them."""
+    memory: DeviceMemory | None = None
+    """ipc: where the bytes lie; None: in the segment `name`, of a learner without a GPU."""
 
 
 class Source(Record, frozen=True):
     """The source of a version: parts that are applied in their order."""
 
     place: str
-    """shm: the folder of the segment; file: the shared folder; stream: the endpoint."""
+    """shm, ipc: the folder of the segment; file: the shared folder; stream: the endpoint."""
     parts: list[Part]
 
 
@@ -99,6 +112,8 @@ class Join(Message, frozen=True):
     """Transports that it can receive through."""
     workers: int
     """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
+    device: str = ""
+    """Of the engine: identity of its GPU, or `host` again; servers and learners of the same one share its memory."""
     holding: bool = False
     """The server keeps its version for an evaluation; the next heartbeat without it follows at once when that ends."""
 

@@ -32,6 +32,7 @@ from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports import build_transports
+from slipstream.models.device_memory import DeviceMemoryError
 from slipstream.models.folder import model_folder
 
 log = get_log("learner.assemble")
@@ -132,7 +133,9 @@ def snapshot_taker(
     device: torch.device,
     publisher: WeightPublisher | None,
 ) -> SnapshotTaker:
-    """The snapshot taker, on the device if the publisher can send from there and there is room, else on the host.
+    """The snapshot taker: on the device if the publisher sends from there, else on the host.
+
+    Where the device has no room for two versions, or for one on the way to the host, it does without.
 
     Args:
         publisher: rank 0's, None on other ranks.
@@ -140,26 +143,37 @@ def snapshot_taker(
     Raises: ConfigError when the only transport that may be used has no room for two versions.
     """
 
-    def on(device: torch.device) -> SnapshotTaker:
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())  # not so with learner.offload
+
+    def on(device: torch.device, relay: torch.device | None = None) -> SnapshotTaker:
         return SnapshotTaker(
             model,
             dtype=dtype,
             bucket_bytes=weights.bucket_bytes,
             device=device,
             segments=run if publisher is not None and publisher.in_place else None,
+            relay=relay,
+            exports=publisher is not None and publisher.exports,
+            pinned=publisher is not None and on_gpu,
         )
 
     host = torch.device("cpu")
     if publisher is None:
         return on(host)
     try:
-        snapshots = on(device if publisher.on_device else host)
-    except torch.OutOfMemoryError as error:
-        reason = f"{device} has no room for two versions of the weights: {error}"
-        _withdraw(publisher, [transport for transport in publisher.offered if transport.direct], weights, reason)
+        snapshots = on(device) if publisher.on_device else on(host, relay=device if on_gpu else None)
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+        reason = f"{device} has no room for versions of the weights: {error}"
+        log.warning("snapshots of the weights don't use the GPU", reason=reason)
+        from_device = [transport for transport in publisher.offered if transport.direct or transport.on_device]
+        _withdraw(publisher, from_device, weights, reason)
         snapshots = on(host)
     if snapshots.no_shared_memory is not None:
-        in_place = [transport for transport in publisher.offered if transport.in_place]
+        in_place = [
+            transport
+            for transport in publisher.offered
+            if transport.in_place and not (transport.on_device and device.type == "cuda")
+        ]
         _withdraw(publisher, in_place, weights, snapshots.no_shared_memory)
     return snapshots
 

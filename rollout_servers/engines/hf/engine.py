@@ -287,6 +287,7 @@ class HfEngine(BaseEngine):
         """Loads and frees the model; entered and left in the thread."""
         with torch.inference_mode():
             policy, limits = HfModel(self._settings), self._settings.config.rollout.engine
+            self.device = policy.device
             check_padding(policy, dtype=self._settings.config.model.dtype_here)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
             self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.config.run.seed)

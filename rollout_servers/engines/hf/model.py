@@ -32,12 +32,16 @@ class HfModel:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Loads the model onto the GPU if there is one. `rollout.engine.options` go to `from_pretrained`.
+        """Loads the model onto the GPU if there is one. `rollout.engine.options` go to `from_pretrained`, but
+        `gpu_memory_utilization`, the share of the GPU's memory that PyTorch may take.
 
         Raises: ConfigError when it has too few positions for `rollout.engine.max_model_len`; what transformers raises.
         """
         self._dtype: torch.dtype = getattr(torch, settings.config.model.dtype_here)
         options = {"dtype": self._dtype, "trust_remote_code": False, **settings.config.rollout.engine.options}
+        share = options.pop("gpu_memory_utilization", None)
+        if share is not None and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(float(share))
         with without_remote_code(settings.model):
             model: Any = AutoModelForCausalLM.from_pretrained(settings.model, **options)
         if "device_map" not in options:
@@ -119,7 +123,9 @@ class HfModel:
                     f"{offered.get(name, 'nothing')}, the model has {wanted.get(name, 'nothing')}"
                 )
         for name, tensor in staging.named_tensors(manifest):
-            self._held[name][0].copy_(tensor)
+            self._held[name][0].copy_(tensor, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before the staging memory is written again
 
     def _add_adapter(self, config: dict[str, Any]) -> None:
         """Adds an adapter without effect, which is all that versions change from now on. Raises: UpdateFailed."""

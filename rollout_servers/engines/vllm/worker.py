@@ -33,6 +33,7 @@ from vllm.platforms.cpu import CpuPlatform
 from slipstream.buffer.wire.weights.layout import layout, tensor_slices
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
+from slipstream.models.device_memory import pin
 from slipstream.models.tensors import typed_view
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 from slipstream.rollout_servers.engines.vllm.experts import expert_layers, record_experts
@@ -86,6 +87,8 @@ class StagedWorker:
             return f"{path} has {found} bytes, not {size}"
         if (self._mapped[0], self._mapped[1].numel()) != (path, size):
             self._mapped = (path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
+            if torch.cuda.is_available():
+                pin(self._mapped[1])
         try:
             slices = tensor_slices(self._mapped[1], infos)
             self.stage([(info.name, typed_view(part, info.dtype, info.shape)) for info, part in slices], adapter)

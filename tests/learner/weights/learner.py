@@ -14,7 +14,7 @@ from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.weights.member import Member
 
 PATIENCE_S = 60.0
-every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
+every_transport = pytest.mark.parametrize("transport", ["gloo", "ipc", "shm", "file", "stream"])
 """Within which everything happens, however busy the machine is."""
 
 Join = Callable[..., Member]
@@ -30,7 +30,7 @@ class Learner:
         self._model = nn.Linear(300, 70)
         self._snapshots = SnapshotTaker(
             self._model, dtype=torch.float32, bucket_bytes=config.weights.bucket_bytes, device=torch.device("cpu"),
-            segments=config.run.name if config.weights.transport in {"auto", "shm"} else None,
+            segments=config.run.name if config.weights.transport in {"auto", "ipc", "shm"} else None,
         )  # fmt: skip
 
     def publish(self, version: int) -> None:

@@ -130,8 +130,8 @@ class Member:
     def _join(self) -> w.Join:
         return w.Join(
             run=self._config.run.name, server=self._name, incarnation=self.incarnation, version=self.version,
-            staged=self._staging.version, host=host_identity(), transports=list(self._transports), workers=1,
-            holding=self.holding,
+            staged=self._staging.version, host=host_identity(), device=host_identity(),
+            transports=list(self._transports), workers=1, holding=self.holding,
         )  # fmt: skip
 
     def _hear(self, message: Any) -> None:

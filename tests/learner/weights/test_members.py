@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
@@ -67,6 +68,13 @@ def test_dead_server_without_engine_is_counted_only_briefly(monkeypatch: pytest.
 )
 def test_the_first_is_taken_that_reaches_it(host: str, late: bool, chosen: str) -> None:
     assert choose_transport(member(*ORDER, host=host), ORDER, host="here", late=late) == chosen
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("GPU-1", "ipc"), ("GPU-2", "shm"), ("here", "shm")])
+def test_memory_of_a_gpu_is_for_engines_on_it(device: str, chosen: str) -> None:
+    server = member("ipc", "shm")
+    server.join = msgspec.structs.replace(server.join, device="GPU-1")
+    assert choose_transport(server, ("ipc", "shm"), host="here", device=device, late=False) == chosen
 
 
 def test_one_that_failed_is_avoided_for_a_while() -> None:

@@ -46,6 +46,7 @@ def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
         ("auto", VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
         ("auto", {"name": "vllm", "core": "inline"}, True, True, BY_HOST), ("auto", SGLANG, True, True, BY_HOST),
         ("nccl", SGLANG, True, False, ("nccl_sglang", "stream")), ("stream", VLLM_PROCESS, True, True, ("stream",)),
+        ("ipc", {"name": "hf"}, False, True, ("ipc", "shm")),
     ],
 )  # fmt: skip
 def test_offered_transports(transport: str, engine: dict[str, Any], offered: tuple[str, ...]) -> None:
@@ -58,7 +59,7 @@ def test_table_names_both_halves(transport: Transport) -> None:
     assert hasattr(sender, "form" if transport.broadcast else "prepare")
     assert transport.direct == (transport.engine is not None)
     assert transport.direct or hasattr(resolve_name(str(transport.receiver)), "receive")
-    assert transport.broadcast == (transport.late is not None)
+    assert (transport.broadcast or transport.on_device) == (transport.late is not None)
 
 
 @pytest.mark.usefixtures("host")

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from slipstream.buffer.wire.weights.layout import SHARED_MEMORY
 from slipstream.buffer.wire.weights.protocol import Probe
+from slipstream.learner.weights import snapshot as snapshots
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 
@@ -93,19 +94,32 @@ def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
     ]
 
 
-def test_gpu_snapshot_is_synchronized_when_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = model()
-    taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
-    waited_for: list[Tensor] = []
+class Event:
+    """An event of a GPU, which notes what is done with it."""
 
-    class Stream:
-        def synchronize(self) -> None:
-            waited_for.append(taker._buffers[0].data.clone())
+    def __init__(self, noted: list[str], name: str) -> None:
+        self.synchronize = lambda: noted.append(f"{name} synchronized")
+        self.wait = lambda: noted.append(f"{name} awaited by a stream")
 
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream())
-    snapshot = taker.take(1, evaluate=False, keep=True)
-    assert snapshot is not None
-    (copied,) = waited_for
-    assert torch.equal(copied, snapshot.data)
-    assert copied.any()
+
+@pytest.mark.parametrize("relay", [None, CPU])
+def test_snapshot_is_complete_after_the_event_of_its_last_copy(
+    monkeypatch: pytest.MonkeyPatch, relay: torch.device | None
+) -> None:
+    weights, noted, names = model(), list[str](), iter("abcd")
+    taker = SnapshotTaker(weights, dtype=torch.bfloat16, bucket_bytes=64, device=CPU, relay=relay)
+    monkeypatch.setattr(snapshots, "after", lambda _: Event(noted, next(names)))
+    first = taker.take(1, evaluate=False, keep=True)
+    with torch.no_grad():
+        weights.get_parameter("1.bias").add_(1.0)
+    second = taker.take(2, evaluate=False, keep=True)
+    assert first is not None
+    assert second is not None
+    second.sealed()
+    if relay is None:
+        assert noted == ["b synchronized"]
+    else:  # the relay is overwritten once it was copied, and copied once it is filled
+        waits = ["a awaited by a stream", "b awaited by a stream", "c awaited by a stream"]
+        assert noted == [*waits, "d synchronized"]
+    difference = dict(second.named_tensors())["1.bias"] - dict(first.named_tensors())["1.bias"]
+    assert difference.item() == pytest.approx(1.0, abs=0.01)

@@ -34,7 +34,7 @@ async def test_heartbeat_has_identity_versions_and_transports(channel: Channel) 
     join = await channel.join()
     assert (join.server, join.incarnation, join.version, join.staged) == ("server-1", "first", 0, -1)
     assert join.host == host_identity()
-    assert set(join.transports) == {"gloo", "shm", "file", "stream"}
+    assert set(join.transports) == {"gloo", "ipc", "shm", "file", "stream"}
     await channel.asked(await channel.brought(3))
     joins = [await channel.join() for _ in range(2)]  # one may have been on its way
     assert (joins[-1].version, joins[-1].staged) == (3, 3)

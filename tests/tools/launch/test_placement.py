@@ -12,11 +12,10 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.fit import FitReport
 from slipstream.tools.launch.machine import Gpu, Machine
-from slipstream.tools.launch.placement import Placement, memory_problems, place
+from slipstream.tools.launch.placement import Placement, divide_memory, place
 from tests.tools.run_command import demo_config
 
 TP2 = "rollout.engine.options={tensor_parallel_size: 2}"
-SHARED = ["rollout.engine.options={gpu_memory_utilization: 0.4}", "weights.transport=shm"]
 
 
 def machine(gpus: int = 0, cores: int = 2) -> Machine:
@@ -109,9 +108,8 @@ def test_earlier_run_without_gpus_divides_nothing(earlier: Mapping[str, Any]) ->
     assert len(placed(8, earlier=earlier).of("rollout")) == 4
 
 
-@pytest.mark.parametrize("overrides", [SHARED, ["rollout.engine.name=hf"]], ids=["vllm", "hf"])
-def test_single_gpu_is_shared(overrides: list[str]) -> None:
-    assert gpus_of(placed(1, *overrides)) == {"rollout": (0,), "learner": (0,)}
+def test_single_gpu_is_shared() -> None:
+    assert gpus_of(placed(1)) == {"rollout": (0,), "learner": (0,)}
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------
@@ -187,10 +185,8 @@ def test_record_and_table_have_every_process() -> None:
         (0, ["learner.ranks=3", "learner.parallel={tp: 2}"], ["learner.ranks=3", "tp=2", "multiple of 2"]),
         (0, ["learner.ranks=4", "learner.parallel={dp_shard: 2}"], ["learner.ranks=4", "dp_shard=2"]),
         (0, ["learner.parallel={dp_shard: 64}"], ["learner.ranks=64", "64 of them", "32"]),
-        (1, ["weights.transport=shm"], ["GPU 0", "86 GB", "gpu_memory_utilization"]),
-        (1, ["rollout.engine.name=sglang", "weights.transport=shm"], ["mem_fraction_static"]),
-        (1, SHARED[:1], ["NCCL", "weights.transport=shm"]),
-        (2, ["gpus={rollout: '0', learner: '0,1'}", *SHARED[:1]], ["GPU 0", "NCCL"]),
+        (1, ["weights.transport=nccl"], ["GPU 0", "NCCL", "weights.transport=auto"]),
+        (2, ["gpus={rollout: '0', learner: '0,1'}", "weights.transport=nccl"], ["GPU 0", "NCCL"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(gpus: int, overrides: list[str], named: list[str]) -> None:
@@ -218,29 +214,90 @@ REPORT = FitReport(
     gpu_memory=80e9,
     mesh={},
     tokens=16384,
-    learner={"weights": 40e9},
+    learner={"weights": 20e9, "gradients": 10e9},
     host={},
-    engine={"weights": 16e9, "KV cache": 20e9, "KV cache per 1,000 tokens": 1e8},
+    engine={"weights": 16e9, "KV cache": 20e9, "CUDA, work": 2e9, "KV cache per 1,000 tokens": 1e9},
+    version_bytes=4e9,
     sequences=8,
     remedies=[],
     proposed=None,
     engine_remedy=None,
 )
+SIZES = ("rollout.engine.max_model_len=1000", "rollout.engine.max_sequences=10", "rollout.engine.kv_cache_bytes=null")
+
+
+def divided(gpus: int, *overrides: str, **changes: Any) -> Placement:
+    """The placement with the division of shared memory, by what `REPORT` says with some changes."""
+    config = demo_config(Path("folder"), *SIZES, *overrides)
+    return divide_memory(place(machine(gpus), config), config, replace(REPORT, **changes))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "engine", "changes", "named"),
+    ("overrides", "changes", "transport", "option", "cache"),
     [
-        (4, "vllm", {}, []),
-        (1, "vllm", {}, []),
-        (1, "vllm", {"learner": {"weights": 50e9}}, ["50.0 + 36.0", "80 GB"]),
-        (4, "vllm", {"learner": {"weights": 90e9}, "remedies": ["learner.offload=true"]}, ["90.0", "learner.offload"]),
-        (4, "vllm", {"sequences": 0, "engine_remedy": "tensor_parallel_size=2"}, ["80 GB", "tensor_parallel_size=2"]),
-        (4, "hf", {"sequences": 0}, []),
+        # All that is of use: 10 sequences of 1,000 tokens.
+        (["rollout.engine.name=hf"], {}, "ipc", {"gpu_memory_utilization": 0.438}, 10e9),
+        ([], {}, "shm", {"gpu_memory_utilization": 0.35}, 10e9),
+        (["rollout.engine.name=sglang"], {}, "shm", {"mem_fraction_static": 0.929}, 10e9),
+        (["rollout.engine.name=hf", "weights.transport=shm"], {}, "shm", {"gpu_memory_utilization": 0.438}, 10e9),
+        (["rollout.engine.name=hf", "weights.transport=file"], {}, "file", {"gpu_memory_utilization": 0.438}, 10e9),
+        # What 95% of the memory, the learner and two versions leave.
+        (["rollout.engine.name=hf"], {"learner": {"weights": 40e9}}, "ipc", {"gpu_memory_utilization": 0.35}, 6e9),
+        (["rollout.engine.kv_cache_bytes=3000000000"], {}, "shm", {"gpu_memory_utilization": 0.263}, 3e9),
+        (["rollout.engine.options.gpu_memory_utilization=0.25"], {}, "shm", {"gpu_memory_utilization": 0.25}, 2e9),
     ],
 )
-def test_memory_is_that_of_fit(gpus: int, engine: str, changes: dict[str, Any], named: list[str]) -> None:
-    config = demo_config(Path("folder"), f"rollout.engine.name={engine}", *SHARED)
-    problems = memory_problems(place(machine(gpus), config), config.rollout.engine, replace(REPORT, **changes))
-    assert len(problems) == bool(named)
-    assert [part for part in named if part not in "".join(problems)] == []
+def test_engine_gets_its_share_of_a_gpu(
+    overrides: list[str], changes: dict[str, Any], transport: str, option: dict[str, float], cache: float
+) -> None:
+    placement = divided(1, *overrides, **changes)
+    sharing = placement.sharing
+    assert sharing is not None
+    ((key, value),) = option.items()
+    assert sharing.settings == {
+        "weights.transport": transport,
+        f"rollout.engine.options.{key}": value,
+        "rollout.engine.kv_cache_bytes": cache,
+    }
+    assert sharing.learner + sharing.engine <= 0.95 * 80e9
+    assert placement.as_record()["shared_memory"]["bytes"]["kv_cache"] == cache
+    config = demo_config(Path("folder"), *overrides, *(f"{name}={set_to}" for name, set_to in sharing.settings.items()))
+    assert config.rollout.engine.options[key] == value
+
+
+def test_engines_on_other_gpus_too_get_weights_by_shared_memory() -> None:
+    placement = divided(2, "rollout.engine.name=hf", "gpus={rollout: '0,1', learner: '1'}")
+    assert placement.sharing is not None and placement.sharing.transport == "shm"
+    assert divided(2).sharing is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "changes", "named"),
+    [
+        (4, [], {"learner": {"weights": 90e9}, "remedies": ["learner.offload=true"]}, ["90.0", "learner.offload"]),
+        (4, [], {"sequences": 0, "engine_remedy": "tensor_parallel_size=2"}, ["80 GB", "tensor_parallel_size=2"]),
+        (1, [], {"learner": {"weights": 60e9}}, ["80.0 GB", "64.0 GB", "19.0 GB", "KV cache 1.0", "1000 tokens"]),
+        (1, ["rollout.engine.kv_cache_bytes=40000000000"], {}, ["58.0 GB", "40,000,000,000 bytes"]),
+        (1, ["rollout.engine.options.gpu_memory_utilization=0.6"], {}, ["gpu_memory_utilization=0.6"]),
+        (1, ["rollout.engine.options.gpu_memory_utilization=0.2"], {}, ["gpu_memory_utilization=0.2"]),
+    ],
+)
+def test_memory_that_does_not_suffice_is_refused_with_the_numbers(
+    gpus: int, overrides: list[str], changes: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        divided(gpus, *overrides, **changes)
+    (problem,) = refused.value.problems
+    assert [part for part in named if part not in problem] == []
+
+
+def test_hf_needs_no_room_for_a_sequence_on_gpus_of_its_own() -> None:
+    assert divided(4, "rollout.engine.name=hf", sequences=0).sharing is None
+
+
+@pytest.mark.parametrize(("chosen", "gpus", "expands"), [(False, 1, True), (True, 1, False), (False, 2, False)])
+def test_learner_on_a_shared_gpu_gets_expandable_segments(chosen: bool, gpus: int, expands: bool) -> None:
+    placement = place(replace(machine(gpus), sets_allocator=chosen), demo_config(Path("folder")))
+    ((learner,), (server,)) = placement.of("learner"), placement.of("rollout")
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in placement.environment(learner)) == expands
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in placement.environment(server)
