@@ -4,7 +4,6 @@ import json
 import shutil
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,16 +70,6 @@ def summary(name: str) -> None:
     save("runs.json", f"{name}: warnings", warnings[:25])
     with (OUT / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"run": name, **each}) + "\n" for each in metrics)
-
-
-def collect(source: str) -> None:
-    """Saves the figures of `python -m benchmarks fit`."""
-    path = Path(source)
-    if not path.exists():
-        save("learner.json", path.stem, {"error": "no result"})
-        return
-    record = json.loads(path.read_text(encoding="utf-8"))
-    save("learner.json", path.stem, {name: record[name] for name in ("figures", "failed", "details")})
 
 
 def lengths() -> None:
