@@ -5,6 +5,7 @@ and the others are measured.
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,13 +98,14 @@ def _run(
     model = write_model(config, workers.folder / "model", dtype=dtype, device=device)
     if on_gpu:
         torch.cuda.empty_cache()
-    tokens = options.tokens * setting.length
+    tokens, offload = options.tokens * setting.length, on_gpu and _too_large(model)
     case = Case(
         model=str(model),
         lengths=[tokens // options.sequences] * options.sequences * options.micro_batches * setting.ranks,
         token_budget=tokens,
         dtype=dtype,
-        offload=on_gpu and _too_large(model),
+        offload=offload,
+        threads=(os.cpu_count() or 1) if offload else 1,  # the host's optimizer
         **setting.changes,
     )
     result = run_case(workers, case, ranks=setting.ranks, environment={} if on_gpu else ONE_MAP_PER_TENSOR)
@@ -138,6 +140,18 @@ def expected_peak(case: Case, model: Path, *, ranks: int, on_gpu: bool) -> dict[
 
 
 def _too_large(model: Path) -> bool:
-    """True if weights, gradients and optimizer leave too little of the first GPU's memory."""
+    """True if weights, gradients and optimizer leave too little of the first GPU's memory.
+
+    Raises: ConfigError when the host has no room for them either.
+    """
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / torch.bfloat16.itemsize
-    return weights * MASTER_BYTES > HELD_SHARE * torch.cuda.get_device_properties(0).total_memory
+    held = weights * MASTER_BYTES
+    if held <= HELD_SHARE * torch.cuda.get_device_properties(0).total_memory:
+        return False
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if held > HELD_SHARE * host:
+        raise ConfigError(
+            f"weights, gradients and optimizer take {held / 1e9:.0f} GB: too much for the GPU, and for the "
+            f"{host / 1e9:.0f} GB of the host"
+        )
+    return True

@@ -47,6 +47,8 @@ class Case:
     dtype: str = "float32"
     checkpointing: Checkpointing = "none"
     optimizer: str = "adamw"
+    lora_rank: int | None = None
+    """Of adapters, which alone are trained; None: all weights are."""
     offload: bool = False
     compile: bool = False
     logits_bytes: int = 1 << 29
@@ -62,7 +64,11 @@ class Case:
         return RunConfig.model_validate(
             {
                 "run": {"name": "bench", "dir": str(folder)},
-                "model": {"path": self.model, "dtype": self.dtype},
+                "model": {
+                    "path": self.model,
+                    "dtype": self.dtype,
+                    "lora": None if self.lora_rank is None else {"rank": self.lora_rank},
+                },
                 "rollout": {"group_size": 1},
                 "learner": {
                     "groups_per_step": len(self.lengths),
@@ -151,11 +157,11 @@ def _measure(folder: Path) -> None:
         raise_malloc_thresholds()
     config = case.config(folder)
     world = join_world()
-    matrix = _matrix_flops_per_s(world.device, getattr(torch, case.dtype))
+    matrix = matrix_flops_per_s(world.device, getattr(torch, case.dtype))
     before = _resident_bytes("VmRSS")
     train_step = build_train_step(config, Path(case.model), world)
     cost = SequenceCost.of_model(Path(case.model))
-    data = [_step_data(lengths, case, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
+    data = [step_data(lengths, case, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
     train_step.run(data[0], unpublished_steps=0)
     _reset_peak(world.device)
     durations_s, figures = [], dict[str, float]()
@@ -179,7 +185,7 @@ def _measure(folder: Path) -> None:
     leave_world()
 
 
-def _step_data(lengths: Sequence[int], case: Case, cost: SequenceCost, world: World) -> StepData:
+def step_data(lengths: Sequence[int], case: Case, cost: SequenceCost, world: World) -> StepData:
     """This rank's sequences, shared out as the feed does."""
     rng = np.random.default_rng(0)
     vocabulary = json.loads((Path(case.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -209,7 +215,8 @@ def _group(tokens: Any, number: int) -> m.Group:
     return m.Group(id=str(number), kind=m.TRAIN, epoch=0, indices=[number], trajectories=[trajectory])
 
 
-def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of one large matrix product."""
     size = MATRIX_ON_GPU if device.type == "cuda" else MATRIX_ON_CPU
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     durations_s = []

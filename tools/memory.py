@@ -12,6 +12,7 @@ from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.learner.models import fused_head
 from slipstream.learner.models.footprint import ActivationBytes, ModelSize, activation_bytes
 from slipstream.learner.models.layers import Checkpointing
+from slipstream.learner.parallel.fsdp import keeps_gathered
 from slipstream.learner.parallel.mesh import MeshSizes
 
 FP32 = 4
@@ -204,6 +205,8 @@ def _gathered(setting: LearnerSetting, size: ModelSize) -> float:
     layer = size.largest_dense / mesh.tp + size.largest_experts / (mesh.ep if mesh.ep > 1 else mesh.tp)
     # Two layers and the copy that a collective fills; then the gradient, and in fp32 what is reduced.
     of_layers = 3 * width * layer
+    if keeps_gathered(ranks, offload=setting.offload, frozen=setting.lora_rank is not None):
+        of_layers = width * (size.dense + size.experts)
     of_root = width * size.root
     if setting.lora_rank is not None:
         return of_layers + of_root

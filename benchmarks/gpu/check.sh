@@ -53,21 +53,16 @@ up() { # name, overrides of slipstream up...
     "$python" -m slipstream.tools.cli up "$root/configs/demo.yaml" --plain --fresh run.name="$name" run.dir="$work/runs" \
         rollout.engine.name=hf "$@"
 }
-learner() { # case, tokens of a micro-batch, micro-batches
-    local file=$work/learner-$1-$2.json
-    "$python" -m benchmarks fit --json "$file" --cases "$1" --tokens "$2" --sequences 1 --micro-batches "$3"
-    check collect "$file"
-}
-export -f up learner
+export -f up
 export work root
 
 if [ -n "$GPU_CHECK_TINY" ]; then
-    small=none large=selective tokens=(128 256) micro=2
+    tokens=(64 128 256 512)
     pipeline="learner.steps=4 learner.groups_per_step=4 rollout.sampling.max_tokens=16 rollout.engine.max_model_len=64"
     pipeline+=" rollout.engine.max_sequences=32 rollout.groups_in_flight=8 learner.token_budget=512 model.dtype=float32"
     scale=4 workers=2
 else
-    small=Qwen3-0.6B large=Qwen3-1.7B tokens=(2048 8192) micro=8
+    tokens=(2048 8192 16384 65536)
     pipeline="learner.steps=16 learner.groups_per_step=16 rollout.sampling.max_tokens=128"
     pipeline+=" rollout.engine.max_model_len=256 rollout.engine.max_sequences=256 rollout.groups_in_flight=32"
     pipeline+=" learner.token_budget=8192 model.dtype=bfloat16 learner.activation_checkpointing=selective"
@@ -82,16 +77,17 @@ pipeline+=" eval.every_steps=1000 eval.tasks=0 learner.checkpoint.every_steps=10
 pipeline+=" learner.optimizer.lr=1e-6 learner.optimizer.warmup_steps=0"
 part pipeline $((130 * scale)) "check model && up pipeline weights.transport=ipc $pipeline"
 [ -d "$work/runs/pipeline" ] && check summary pipeline
-part learner_large $((60 * scale)) learner $large ${tokens[1]} $micro
+# Shape, activation checkpointing, rank of adapters, lengths by their value.
+part learner_small $((55 * scale)) check steps Qwen3-0.6B selective 0 ${tokens[2]} ${tokens[3]} ${tokens[1]} ${tokens[0]}
+part learner_large $((50 * scale)) check steps Qwen3-1.7B selective 0 ${tokens[1]} ${tokens[2]} ${tokens[0]}
 part pipeline_shm $((70 * scale)) "up pipeline_shm weights.transport=shm $pipeline learner.steps=8"
 [ -d "$work/runs/pipeline_shm" ] && check summary pipeline_shm && check updates
 part head $((30 * scale)) check head
 part attention $((35 * scale)) check attention
-part learner_small $((45 * scale)) learner $small ${tokens[1]} $micro
+part learner_lora $((65 * scale)) check steps Qwen3-4B full 16 ${tokens[2]} ${tokens[1]} ${tokens[0]} ${tokens[3]}
+part parity $((40 * scale)) check parity
 part lengths $((60 * scale)) check lengths
-part learner_short $((45 * scale)) learner $small ${tokens[0]} $micro
-part learner_large_short $((45 * scale)) learner $large ${tokens[0]} $micro
-part parity $((30 * scale)) check parity
+part learner_long $((45 * scale)) check steps Qwen3-1.7B full 0 ${tokens[3]}
 # The engine's tests find the GPU by themselves.
 [ -n "$GPU_CHECK_TINY" ] ||
     part memory 40 "$python -m pytest -q -p no:cacheprovider -m gpu tests/models/test_device_memory.py"

@@ -5,24 +5,27 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu.results import CUDA, DEVICE, DTYPE, TINY, attempt, median_s, save, synchronise
 from benchmarks.head import Head, all_logits
-from slipstream.learner.models import fused_head
-from slipstream.learner.models.attention import segments_attention
+from slipstream.learner.models import attention_kernels, fused_head
+from slipstream.learner.models.attention import packed_attention
+from slipstream.learner.models.attention_kernels import sequence_ends
 from slipstream.learner.models.fused_head import LogitRule, score_states
 
 FILE = "kernels.json"
 VOCABULARY, SIZES = (1024, [(64, 32)]) if TINY else (151_936, [(8192, 1024), (8192, 2048)])
 """Of the head: actions and hidden size."""
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = (256, 4, 2, 32) if TINY else (8192, 16, 8, 128)
-TILES = range(21, 28)
+TILES = range(22, 27)
 """Logarithms of the numbers of logits in a tile."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
@@ -40,11 +43,14 @@ def head() -> None:
         measure("all logits", all_logits)
         if not TINY:
             measure("compiled all logits", torch.compile(all_logits))
+        measure("fused", _fused())
         measure("kept", _fused(kept_bytes=1 << 33))
         measure("with entropy", _fused(entropy="value"))
         for power in TILES:
             fused_head.TILE[DEVICE.type] = 1 << power
             measure(f"tile 2**{power}", _fused())
+            with torch.compiler.set_stance("force_eager"):
+                measure(f"tile 2**{power}, not compiled", _fused())
         fused_head.TILE[DEVICE.type] = tile
 
 
@@ -78,24 +84,30 @@ def _both_passes(step: Head, actions: int, hidden: int) -> dict[str, float | Non
 
 
 def attention() -> None:
-    """Packs of equal and of mixed lengths: `segments_attention` with each kernel of torch, beside varlen and flex."""
-    packs = {"one sequence": [TOKENS], "16 equal": [TOKENS // 16] * 16, "mixed": _mixed(0)}
+    """Packs of equal and of mixed lengths: the learner's kernels, and SDPA with each of torch's."""
+    packs = {
+        "mixed": _mixed(0),
+        "one sequence": [TOKENS],
+        "one of four times": [4 * TOKENS],
+        "16 equal": [TOKENS // 16] * 16,
+    }
     save(FILE, "attention, mixed lengths", packs["mixed"])
     if CUDA:
         for dtype in (DTYPE, torch.float32):
             query, key, value = (each.to(dtype) for each in _inputs())
             chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True)
             save(FILE, f"attention, kernel for {dtype} (1 flash, 2 efficient, 3 cudnn, 0 math)", chosen)
-    attempt(FILE, "attention, new lengths each time", _new_lengths)
+    kernels = ("varlen", "flex", "segments") if CUDA else ("segments",)
     for name, lengths in packs.items():
-        cases: dict[str, tuple[Attend, list[SDPBackend]]] = {"segments": (_segments(lengths), [])}
+        for kernel in kernels:
+            _attend(f"attention, {name}: {kernel}", _packed(lengths, kernel), lengths)
         if CUDA:
             for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-                cases[f"segments, {backend.name}"] = (_segments(lengths), [backend])
-            cases["varlen"] = (_varlen(lengths), [])
-            cases["flex"] = (_flex(lengths), [])
-        for title, (attend, backends) in cases.items():
-            attempt(FILE, f"attention, {name}: {title}", lambda call=attend, use=backends: _attend(call, use))  # type: ignore[misc]
+                _attend(f"attention, {name}: segments, {backend.name}", _packed(lengths, "segments"), lengths, backend)
+    if CUDA:
+        _attend("attention, mixed: varlen, fewer key heads", _varlen_of_groups(packs["mixed"]), packs["mixed"])
+    for kernel in kernels:
+        attempt(FILE, f"attention, new lengths each time: {kernel}", lambda one=kernel: _new_lengths(one))  # type: ignore[misc]
 
 
 def _mixed(seed: int) -> list[int]:
@@ -106,38 +118,45 @@ def _mixed(seed: int) -> list[int]:
     return sorted(lengths, reverse=True)
 
 
-def _inputs() -> list[Tensor]:
+def _inputs(tokens: int = TOKENS) -> list[Tensor]:
     return [
-        torch.randn(1, heads, TOKENS, HEAD_DIM, device=DEVICE, dtype=DTYPE, requires_grad=True)
+        torch.randn(1, heads, tokens, HEAD_DIM, device=DEVICE, dtype=DTYPE, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
 
 
-def _attend(attend: Attend, backends: list[SDPBackend]) -> dict[str, float]:
-    query, key, value = _inputs()
+def _attend(name: str, attend: Attend, lengths: Sequence[int], backend: SDPBackend | None = None) -> None:
+    """Saves the time of both passes, and the speed of the products that they need."""
 
-    def both() -> None:
-        query.grad = key.grad = value.grad = None
-        attend(query, key, value).sum().backward()
+    def measure() -> dict[str, float]:
+        query, key, value = _inputs(sum(lengths))
 
-    if not backends:
-        return {"ms": 1e3 * median_s(both)}
-    with sdpa_kernel(backends):
-        return {"ms": 1e3 * median_s(both)}
+        def both() -> None:
+            query.grad = key.grad = value.grad = None
+            attend(query, key, value).sum().backward()
+
+        with nullcontext() if backend is None else sdpa_kernel([backend]):
+            seconds = median_s(both)
+        # Two products forward, five backward, of half of the pairs.
+        flops = 7 * HEADS * HEAD_DIM * sum(length**2 for length in lengths)
+        return {"ms": 1e3 * seconds, "tflops": flops / seconds / 1e12}
+
+    attempt(FILE, name, measure)
 
 
-def _segments(lengths: Sequence[int]) -> Attend:
+def _packed(lengths: Sequence[int], kernel: str) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return segments_attention(torch.nn.Module(), query, key, value, None, segment_lengths=tuple(lengths))[0]
+        given: Any = {"segment_lengths": tuple(lengths), "requested": kernel}
+        return packed_attention(torch.nn.Identity(), query, key, value, None, **given)[0]
 
     return attend
 
 
-def _new_lengths() -> dict[str, list[float]]:
+def _new_lengths(kernel: str) -> dict[str, list[float]]:
     """Packs whose lengths were never seen, as in training."""
     inputs, times = _inputs(), []
     for number in range(6):
-        attend = _segments(_mixed(100 + number))
+        attend = _packed(_mixed(100 + number), kernel)
         synchronise()
         began = time.perf_counter()
         attend(*inputs).sum().backward()
@@ -146,26 +165,13 @@ def _new_lengths() -> dict[str, list[float]]:
     return {"ms": times}
 
 
-def _varlen(lengths: Sequence[int]) -> Attend:
-    from torch.nn.attention.varlen import varlen_attn  # not in each version of torch
-
-    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+def _varlen_of_groups(lengths: Sequence[int]) -> Attend:
+    """torch's varlen attention with the keys as they are, which torch 2.11 documents only for as many heads."""
+    ends = sequence_ends(tuple(lengths), DEVICE)
+    options: dict[str, Any] = {"enable_gqa": True} if attention_kernels._TAKES_GROUPS else {}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
-        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
-        return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
+        states = (each[0].transpose(0, 1) for each in (query, key, value))
+        return varlen_attn(*states, ends, ends, max(lengths), max(lengths), window_size=(-1, 0), **options)
 
     return attend
-
-
-def _flex(lengths: Sequence[int]) -> Attend:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    counts = torch.tensor(list(lengths), device=DEVICE)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), counts)
-    mask = create_block_mask(
-        lambda b, h, q, k: (document[q] == document[k]) & (q >= k), None, None, TOKENS, TOKENS, device=str(DEVICE)
-    )
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    return lambda query, key, value: compiled(query, key, value, block_mask=mask, enable_gqa=True)

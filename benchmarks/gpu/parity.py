@@ -1,25 +1,73 @@
-"""Head and packed attention on the device, beside float64 on the CPU: relative errors of values and gradients."""
+"""Models (beside float32 on the CPU), head and packed attention (beside float64): relative errors, and of gradients."""
 
+from typing import Any
+
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu.results import DEVICE, attempt
-from slipstream.learner.models import fused_head
-from slipstream.learner.models.attention import Window, segments_attention
+from benchmarks.gpu.results import CUDA, DEVICE, DTYPE, attempt
+from slipstream.learner.data.packing import all_actions, pack
+from slipstream.learner.models import attention, fused_head
+from slipstream.learner.models.attention import Window, packed_attention, segments_attention
 from slipstream.learner.models.fused_head import LogitRule, score_states
+from slipstream.learner.models.scoring import score_share
 
 FILE = "parity.json"
 RULES = {"plain": LogitRule(), "cap": LogitRule(cap=3.0, temperature=0.7)}
+KERNELS = ("segments", "varlen", "flex") if CUDA else ("segments",)
+LIMITS: dict[str, dict[str, Any]] = {
+    "": {}, " window 50": {"window": 50}, " window 50, cap": {"window": 50, "softcap": 2.0},
+    " window 50, sinks": {"window": 50, "sinks": True},
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 5003, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+MODELS: dict[str, tuple[Any, Any]] = {
+    "Qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "Gemma 2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, query_pre_attn_scalar=64, sliding_window=50)),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig(**SIZES, num_local_experts=4, sliding_window=50)),
+}
+LENGTHS = (200, 130, 130, 61, 7)
 
 
 def parity() -> None:
-    """Of both, in two dtypes."""
+    """Of models under the kernels that are chosen for them, of the head, and of each kernel of attention."""
     for dtype in (torch.float32, torch.bfloat16):
+        for name in MODELS:
+            attempt(FILE, f"{name} {dtype}", lambda name=name, dtype=dtype: of_model(name, dtype))  # type: ignore[misc]
         for name, rule in RULES.items():
             attempt(FILE, f"head {dtype} {name}", lambda dtype=dtype, rule=rule: of_head(dtype, rule))  # type: ignore[misc]
-        for window in (None, 50):
-            name = f"attention {dtype}" + (f" window {window}" if window else "")
-            attempt(FILE, name, lambda dtype=dtype, window=window: of_attention(dtype, window))  # type: ignore[misc]
+    for kernel in KERNELS:
+        for name, limits in LIMITS.items():
+            attempt(FILE, f"{kernel} {DTYPE}{name}", lambda one=kernel, of=limits: of_attention(one, DTYPE, **of))  # type: ignore[misc]
+
+
+def of_model(name: str, dtype: torch.dtype) -> dict[str, float]:
+    """Errors of the loss, and of the gradients of all weights together and of the worst one."""
+    attention.register()
+    (batch,) = pack(
+        [all_actions(np.random.default_rng(0).integers(5000, size=n + 1)) for n in LENGTHS], token_budget=600
+    )
+    losses, gradients = [], []
+    model_class, config = MODELS[name]
+    for kernel, device in (("segments", torch.device("cpu")), ("auto", DEVICE)):
+        torch.manual_seed(0)
+        model: nn.Module = model_class._from_config(config, attn_implementation=kernel).eval()
+        model = model.to(dtype).to(device, torch.float32 if kernel == "segments" else dtype)
+        loss = -score_share(model, batch.to(device), LogitRule.of(model)).logprobs_A.mean()
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+        gradients.append({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
+    expected, found = gradients
+    both = [torch.cat([each.double().cpu().flatten() for each in of.values()]) for of in gradients]
+    worst = max(expected, key=lambda key: _error(found[key], expected[key]))
+    return {
+        "loss": _error(losses[1], losses[0]), "gradients": _error(both[1], both[0]),
+        f"worst: {worst}": _error(found[worst], expected[worst]),
+    }  # fmt: skip
 
 
 def of_head(dtype: torch.dtype, rule: LogitRule) -> dict[str, float]:
@@ -45,27 +93,27 @@ def of_head(dtype: torch.dtype, rule: LogitRule) -> dict[str, float]:
     }  # fmt: skip
 
 
-def of_attention(dtype: torch.dtype, window: int | None) -> dict[str, float]:
-    """Errors of the output, and of the gradients of query, key and value."""
+def of_attention(
+    kernel: str, dtype: torch.dtype, window: int | None = None, softcap: float | None = None, *, sinks: bool = False
+) -> dict[str, float]:
+    """Errors of the output, and of the gradients of query, key and value, and of sinks."""
     torch.manual_seed(2)
-    lengths = (200, 130, 130, 61, 7)
-    exact, own = _copies([torch.randn(1, heads, sum(lengths), 64) for heads in (8, 2, 2)], dtype)
-    parts, start = [], 0
-    for length in lengths:
-        q, k, v = (each[:, :, start : start + length] for each in exact)
-        k, v = (each.repeat_interleave(4, 1) for each in (k, v))
-        visible = torch.ones(length, length, dtype=torch.bool).tril()
-        if window is not None:
-            visible = visible.triu(1 - window)
-        scores = (q @ k.transpose(2, 3) / 8).masked_fill(~visible, float("-inf"))
-        parts.append((scores.softmax(-1) @ v).transpose(1, 2))
-        start += length
-    expected = torch.cat(parts, 1)
-    torch.autograd.backward(expected.square().sum())
+    base = [torch.randn(1, heads, sum(LENGTHS), 64) for heads in (8, 2, 2)]
+    exact, own = _copies([*base, torch.linspace(-1, 2, 8)] if sinks else base, dtype)
     mask = None if window is None else Window(window, chunked=False)
-    found = segments_attention(torch.nn.Module(), own[0], own[1], own[2], mask, segment_lengths=lengths)[0]
-    torch.autograd.backward(found.float().square().sum())
-    gradients = {name: _error(each.grad, right.grad) for name, each, right in zip("qkv", own, exact, strict=True)}
+
+    def attend(states: list[Tensor], **given: Any) -> Tensor:
+        query, key, value, *sink = states
+        call: Any = packed_attention if given else segments_attention
+        given |= {"segment_lengths": LENGTHS, "softcap": softcap, "s_aux": sink[0] if sink else None}
+        out: Tensor = call(nn.Identity(), query, key, value, mask, **given)[0]
+        torch.autograd.backward(out.double().square().sum())
+        return out
+
+    expected = attend(exact)  # the learner's own, which its tests compare with attention from all scores
+    found = attend(own, requested=kernel)
+    names = ("query", "key", "value", "sinks")
+    gradients = {name: _error(each.grad, right.grad) for name, each, right in zip(names, own, exact, strict=False)}
     return {"out": _error(found, expected), **gradients}
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,16 +83,6 @@ def updates() -> None:
     }
     found = {transport: {key: values.get(key) for key in UPDATES} for transport, values in medians.items()}
     save("runs.json", "seconds of an update", found)
-
-
-def collect(source: str) -> None:
-    """Saves the figures of `python -m benchmarks fit`."""
-    path = Path(source)
-    if not path.exists():
-        save("learner.json", path.stem, {"error": "no result"})
-        return
-    record = json.loads(path.read_text(encoding="utf-8"))
-    save("learner.json", path.stem, {name: record[name] for name in ("figures", "failed", "details")})
 
 
 def lengths() -> None:

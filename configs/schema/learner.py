@@ -316,9 +316,10 @@ class LearnerConfig(Section):
     under `parallel`, or as many as have a GPU of `gpus.learner` and equally many groups."""
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    attention: Literal["segments", "flash_attention_2"] = "segments"
-    """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash` and
-    `model.dtype` bfloat16."""
+    attention: Literal["auto", "varlen", "flex", "segments", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Kernel of attention over packed sequences. `auto`: the first of `varlen`, `flex` and `segments` that device and
+    model permit; the learner logs which. `segments` runs on any device; the last two need the extra `flash`
+    and `model.dtype` bfloat16."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory: of each layer all but its input (`full`), or all but
     the results of attention and of every second matrix product (`selective`)."""

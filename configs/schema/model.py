@@ -8,8 +8,8 @@ from slipstream.configs.runtime.hardware import Dtype, fastest_dtype
 from slipstream.configs.schema.base import Section, UserPath
 
 FLASH_IN_FLOAT32: Final = (
-    "learner.attention=flash_attention_2 computes in bfloat16 only, and model.dtype is float32: set "
-    "model.dtype=bfloat16, or learner.attention=segments"
+    "learner.attention={} computes in bfloat16 only, and model.dtype is float32: set model.dtype=bfloat16, or "
+    "learner.attention=auto"
 )
 _NO_ADAPTERS: Final = {
     "modules_to_save": "engines keep whole modules of the base model",

@@ -377,8 +377,10 @@ class RunConfig(Section):
     def _model_problems(self) -> list[str]:
         """Settings of the model with which no trainer can work."""
         problems = []
-        if self.model.dtype == "float32" and self.learner.attention == "flash_attention_2":
-            problems.append(FLASH_IN_FLOAT32)  # the learner, which resolves `auto`, refuses the same
+        if self.model.dtype == "float32" and self.learner.attention.startswith("flash_attention"):
+            problems.append(
+                FLASH_IN_FLOAT32.format(self.learner.attention)
+            )  # the learner, which resolves `auto`, refuses the same
         if self.model.lora is not None and self.model.train_vision_encoder:
             problems.append("model.lora leaves the vision encoder as it is; remove model.train_vision_encoder")
         return problems

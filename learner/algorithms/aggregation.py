@@ -5,8 +5,10 @@ The sequences of `seq-mean-…` are trajectories: an episode that left several c
 # B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from slipstream.configs.schema.algorithms import Aggregation
@@ -21,14 +23,17 @@ class Totals:
     sequences: float
     """Trajectories with at least one of these."""
 
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(self.tokens + other.tokens, self.sequences + other.sequences)
 
+def totals_of(*masks_BT: Tensor, total: Callable[[Tensor], Tensor] = torch.clone) -> Totals:
+    """Counts of an update from the masks of its micro-batches.
 
-def totals_of(mask_BT: Tensor) -> Totals:
-    """Counts of one micro-batch; an update's are the sum over its micro-batches on all ranks."""
-    tokens_B = mask_BT.sum(-1)
-    return Totals(float(tokens_B.sum()), float((tokens_B > 0).sum()))
+    Args:
+        total: sums counts over the ranks.
+    """
+    tokens_of = [mask_BT.sum(-1) for mask_BT in masks_BT]
+    counts = [torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).double() for tokens_B in tokens_of]
+    # Read once: each time the host waits for the GPU.
+    return Totals(*total(torch.stack(counts).sum(0)).tolist())
 
 
 def aggregate(

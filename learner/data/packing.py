@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from slipstream.learner.data.balance import MicroBatchPlan, first_fit
@@ -38,6 +38,13 @@ class TokenSequence:
     routed_experts: NDArray[np.int16] | None = None
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on another device. To a GPU it goes by pinned memory: the host need not wait for the work queued there."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Movable:
     """A dataclass of tensors."""
@@ -45,7 +52,7 @@ class Movable:
     def to(self, device: torch.device) -> Self:
         """A copy on another device."""
         tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: moved(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **tensors)
 
@@ -60,6 +67,8 @@ class MicroBatch(Movable):
     input_ids_1N: Tensor
     position_ids_1N: Tensor
     segment_lengths: tuple[int, ...]
+    segment_ends: Tensor
+    """0 and the end of each segment, int32, for the attentions of GPUs."""
     action_positions_A: Tensor
     """Packed positions whose logits predict an action."""
     actions_A: Tensor
@@ -146,6 +155,7 @@ class MicroBatch(Movable):
             input_ids_1N=F.pad(self.input_ids_1N, (0, padding))[:, own],
             position_ids_1N=torch.cat([self.position_ids_1N, more_1P], dim=1)[:, own],
             segment_lengths=(*self.segment_lengths, padding) if padding else self.segment_lengths,
+            segment_ends=F.pad(self.segment_ends, (0, 1), value=tokens + padding) if padding else self.segment_ends,
             action_positions_A=self.action_positions_A[first:last] - own.start,
             actions_A=self.actions_A[first:last],
             sequence_A=self.sequence_A[first:last],
@@ -162,14 +172,12 @@ class MicroBatch(Movable):
         return self.share.context.gather(values_A, start=self.share.first_action, total=self.share.actions)
 
     def boundaries(self) -> dict[str, Any]:
-        """Sequence boundaries as keyword arguments of the attentions `segments` and `flash_attention_2`."""
-        lengths = torch.tensor(self.segment_lengths, device=self.input_ids_1N.device)
-        ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+        """Sequence boundaries as keyword arguments of attention, the learner's own and that of flash-attention."""
         longest = max(self.segment_lengths)
         return {
             "segment_lengths": self.segment_lengths,
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
+            "cu_seq_lens_q": self.segment_ends,
+            "cu_seq_lens_k": self.segment_ends,
             "max_length_q": longest,
             "max_length_k": longest,
             **({} if self.share is None else {"context": self.share.context}),
@@ -217,6 +225,7 @@ def empty_micro_batch() -> MicroBatch:
         input_ids_1N=torch.zeros(1, 1, dtype=torch.long),
         position_ids_1N=torch.zeros(1, 1, dtype=torch.long),
         segment_lengths=(1,),
+        segment_ends=_ends([1]),
         action_positions_A=nothing,
         actions_A=nothing,
         rows_B=nothing,
@@ -250,6 +259,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         input_ids_1N=torch.from_numpy(tokens[~is_last].astype(np.int64))[None],
         position_ids_1N=positions_N[None],
         segment_lengths=tuple(int(length) - 1 for length in lengths),
+        segment_ends=_ends(lengths - 1),
         # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's index.
         action_positions_A=torch.from_numpy(actions - 1 - sequence),
         actions_A=torch.from_numpy(tokens[actions].astype(np.int64)),
@@ -260,6 +270,10 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         routed_experts_1NMK=_routed_experts(sequences),
         **_image_inputs(sequences),
     )
+
+
+def _ends(lengths: ArrayLike) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def _routed_experts(sequences: Sequence[TokenSequence]) -> Tensor | None:

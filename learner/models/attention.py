@@ -1,4 +1,4 @@
-"""Exact attention within packed sequences on any device, without a T x T mask.
+"""Exact attention within packed sequences, without a T x T mask: by torch's SDPA, on GPUs by faster kernels.
 
 # N sequences of one length L, in B blocks of W; H heads, T packed tokens, D head size of queries and keys, V of values,
 # Q queries and K keys of a call of a kernel (in blocks: K = 2 W, M = N (B - 1)), E = D + 8
@@ -6,7 +6,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +18,14 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.models.attention_kernels import ANY, Call, Choice, Machine, choose, flex, varlen
 from slipstream.learner.parallel.context import exchanging
 
+log = get_log("learner.model")
+
 NAME = "segments"
+FLASH = ("flash_attention_2", "flash_attention_3")
 
 SCORES_AT_ONCE = 2**24
 """Soft-capped scores of so many pairs of query and key are in memory at a time, some copies of them in fp32."""
@@ -28,14 +33,17 @@ _ALIGNMENT = 8  # head sizes that the GPU's kernels compute without a copy are m
 
 
 def register() -> None:
-    """Registers the attention in transformers as `attn_implementation="segments"`.
+    """Registers the attentions of `learner.attention` in transformers, as `attn_implementation`.
 
-    It and that of flash-attention also take `context`, for tokens that are split over ranks.
+    They and those of flash-attention also take `context`, for tokens that are split over ranks.
     """
-    # Not compiled: it would be again for each list of lengths.
-    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(exchanging(segments_attention)))
-    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", torch.compiler.disable(exchanging(flash_attention_forward)))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, segments_mask)
+    own: dict[str, Any] = {each: partial(packed_attention, requested=each) for each in (ANY, "varlen", "flex")}
+    own[NAME] = segments_attention
+    for name, attention in (own | dict.fromkeys(FLASH, flash_attention_forward)).items():
+        # Not compiled: it would be again for each list of lengths.
+        ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(exchanging(attention)))
+    for name in own:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments_mask)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,58 @@ def segments_mask(*, config: Any, local_size: int | None = None, **_unused: Any)
     return Window(local_size, chunked=getattr(config, "attention_chunk_size", None) == local_size)
 
 
+def packed_attention(  # noqa: PLR0913  (transformers calls it)
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | Tensor | None,
+    *,
+    segment_lengths: Sequence[int],
+    requested: str = ANY,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, by the kernel that suits device and model.
+
+    Args and result: as `segments_attention`, and
+
+        requested: a kernel, or "auto".
+        cu_seq_lens_q: 0 and the ends of the sequences, int32, on the device.
+
+    Raises: ConfigError when the requested kernel can't compute it.
+    """
+    call = Call(query.dtype, query.shape[-1], softcap=softcap is not None, sinks=s_aux is not None, dropout=dropout > 0)
+    backend = _chosen(requested, call, Machine.of(query.device)).backend
+    if backend == NAME:
+        return segments_attention(
+            module, query, key, value, attention_mask,
+            segment_lengths=segment_lengths, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
+        )  # fmt: skip
+    lengths, window = _limits(attention_mask, segment_lengths)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if backend == "varlen":
+        ends = cu_seq_lens_q if lengths is segment_lengths else None
+        return varlen(query, key, value, lengths, window=window, scaling=factor, ends=ends), None
+    out = flex(query, key, value, lengths, window=window, scaling=factor, softcap=softcap, sinks_H=s_aux)
+    return out, None
+
+
+@cache
+def _chosen(requested: str, call: Call, machine: Machine) -> Choice:
+    """The choice of a kernel, logged once for each kind of call."""
+    choice = choose(requested, call, machine)
+    log.info(
+        "attention over packed sequences", kernel=choice.backend, why=choice.reason, dtype=str(call.dtype),
+        head_size=call.head_size, softcap=call.softcap, sinks=call.sinks,
+    )  # fmt: skip
+    return choice
+
+
 def segments_attention(  # noqa: PLR0913  (transformers calls it)
     module: torch.nn.Module,
     query: Tensor,
@@ -69,7 +129,7 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence.
+    """Causal attention within each packed sequence, by a call of SDPA for each run of equal lengths.
 
     Args:
         query, key: [1, H, T, D]; key and value may have fewer heads.
@@ -82,11 +142,7 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
 
     Returns: [1, T, H, V], and None for the attention weights.
     """
-    if isinstance(attention_mask, Tensor):
-        raise ValueError("packed attention takes segment_lengths, not a mask")
-    window = attention_mask.tokens if attention_mask is not None else None
-    if attention_mask is not None and attention_mask.chunked:
-        segment_lengths, window = list(_chunks(segment_lengths, attention_mask.tokens)), None
+    segment_lengths, window = _limits(attention_mask, segment_lengths)
     kernel = _Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, s_aux)
     pieces = []
     for start, length, count in _runs(segment_lengths):
@@ -103,6 +159,17 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
             out_NHLV = kernel.windowed(query_NHLD, key_NHLD, value_NHLV, window)
         pieces.append(out_NHLV.transpose(1, 2).flatten(0, 1))
     return torch.cat(pieces).unsqueeze(0), None
+
+
+def _limits(mask: Window | Tensor | None, lengths: Sequence[int]) -> tuple[Sequence[int], int | None]:
+    """Lengths of the sequences, or of the chunks to which attention is limited, and its window within them."""
+    if isinstance(mask, Tensor):
+        raise ValueError("packed attention takes segment_lengths, not a mask")
+    if mask is None:
+        return lengths, None
+    if mask.chunked:
+        return list(_chunks(lengths, mask.tokens)), None
+    return lengths, mask.tokens
 
 
 @dataclass(frozen=True)
@@ -124,9 +191,7 @@ class _Kernel:
         """
         batch, heads, length, _ = query_NHLD.shape
         # On GPUs only the kernel that materialises all scores supports both a mask and fewer key heads.
-        key_NHLD, value_NHLV = (
-            states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key_NHLD, value_NHLV)
-        )
+        key_NHLD, value_NHLV = _repeated(key_NHLD, heads), _repeated(value_NHLV, heads)
         query_NBHWD, key_NBHWD, value_NBHWV = (
             F.pad(states, (0, 0, 0, -length % window)).unflatten(2, (-1, window)).transpose(1, 2)
             for states in (query_NHLD, key_NHLD, value_NHLV)
@@ -180,8 +245,7 @@ class _Kernel:
     ) -> Tensor:
         """Attention of queries from all scores. Query i may see the keys up to i + `offset`, `window` of them."""
         exact = torch.promote_types(query_NHQD.dtype, torch.float32)
-        repeats = query_NHQD.shape[1] // key_NHKD.shape[1]
-        key_NHKD, value_NHKV = (states.repeat_interleave(repeats, dim=1) for states in (key_NHKD, value_NHKV))
+        key_NHKD, value_NHKV = (_repeated(states, query_NHQD.shape[1]) for states in (key_NHKD, value_NHKV))
         scores_NHQK = (query_NHQD @ key_NHKD.transpose(2, 3)).to(exact) * self.scaling
         scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
         visible_QK = torch.ones(scores_NHQK.shape[2:], dtype=torch.bool, device=query_NHQD.device).tril(offset)
@@ -211,6 +275,9 @@ class _Kernel:
             else:
                 # As many queries as keys, which is what a causal kernel takes; the first sees only the sink.
                 query_NHQD, skipped = F.pad(query_NHQD, (0, 0, 1, 0)), 1
+        if query_NHQD.device.type == "cuda" and query_NHQD.dtype == torch.float32:
+            # There only the kernel that materialises all scores supports fewer key heads.
+            key_NHKD, value_NHKV = (_repeated(states, query_NHQD.shape[1]) for states in (key_NHKD, value_NHKV))
         if size < query_NHQD.shape[-1]:  # kernels that keep no scores take values of the keys' size
             value_NHKV = F.pad(value_NHKV, (0, query_NHQD.shape[-1] - size))
         out_NHQV = F.scaled_dot_product_attention(
@@ -224,6 +291,11 @@ class _Kernel:
             enable_gqa=query_NHQD.shape[1] != key_NHKD.shape[1],
         )
         return out_NHQV[:, :, skipped:, :size]
+
+
+def _repeated(states_NhLD: Tensor, heads: int) -> Tensor:
+    """Keys or values with a copy for each of so many query heads."""
+    return states_NhLD.repeat_interleave(heads // states_NhLD.shape[1], dim=1)
 
 
 def _chunks(lengths: Sequence[int], most: int) -> Iterator[int]:

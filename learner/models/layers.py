@@ -61,7 +61,7 @@ def _selective_contexts() -> Any:
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % 2 == 0
         else:
-            kept = "attention" in str(operator) or "flash_attn" in str(operator)
+            kept = any(part in str(operator) for part in ("attention", "attn"))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -50,7 +50,7 @@ class ModelOptions:
     dtype: torch.dtype
     """Precision of forward and backward passes; master weights are fp32."""
     attention: str
-    """Attention over packed sequences: `segments` or `flash_attention_2`."""
+    """Attention over packed sequences, as `learner.attention`."""
     train_vision_encoder: bool = False
     lora: LoraConfig | None = None
     """Adapters of the policy; None: all of its weights are trained."""
@@ -185,8 +185,8 @@ def _config(path: Path) -> Any:
 
 def _loader(path: Path, config: Any, options: ModelOptions) -> WeightLoader:
     """The model without data, and the loader of its weights. Raises: ConfigError."""
-    if options.dtype == torch.float32 and options.attention == "flash_attention_2":
-        raise ConfigError(FLASH_IN_FLOAT32)
+    if options.dtype == torch.float32 and options.attention in attention.FLASH:
+        raise ConfigError(FLASH_IN_FLOAT32.format(options.attention))
     with as_config_error(str(path)), without_remote_code(path):
         with _parameters_without_data():
             model: Any = auto_class(config.model_type).from_config(

@@ -92,7 +92,8 @@ def _score(
 def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     """Hidden state before each action, shape [A, D]."""
     states_1ND = backbone_of(model)(**batch.model_inputs()).last_hidden_state
-    states_AD: Tensor = states_1ND[0, batch.action_positions_A]
+    # Not by indexing, whose backward pass sorts the positions.
+    states_AD: Tensor = states_1ND[0].index_select(0, batch.action_positions_A)
     if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
         states_AD = states_AD + zero
     return states_AD

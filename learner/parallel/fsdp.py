@@ -40,13 +40,25 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     exact = MixedPrecisionPolicy(torch.float32, torch.float32)
+    layers = list(layers)
+    frozen = any(not parameter.requires_grad for layer in layers for parameter in layer.parameters())
+    freed = not keeps_gathered(world.size, offload=offload, frozen=frozen)
     for part in in_fp32:
-        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=offload_policy)
+        fully_shard(part, mesh=mesh, mp_policy=exact, offload_policy=offload_policy, reshard_after_forward=freed)
     for layer in layers:
         for experts in split_experts(layer):
             _shard_experts(experts, precision, offload_policy, world)
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload_policy, reshard_after_forward=freed)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+
+
+def keeps_gathered(ranks: int, *, offload: bool, frozen: bool) -> bool:
+    """True if layers stay in memory as they compute, from the forward to the backward pass.
+
+    Otherwise a single rank would cast its weights a second time. Frozen ones would be copied instead, and no small part
+    of what is held at all.
+    """
+    return ranks == 1 and not offload and not frozen
 
 
 def _shard_mesh(world: World) -> DeviceMesh:
@@ -111,8 +123,9 @@ def reshard(model: nn.Module) -> None:
 
     Until then they are of the computation's dtype, and an optimizer or a reader of the model would get those.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:

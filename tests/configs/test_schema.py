@@ -43,7 +43,7 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
          "learner.optimizer.warmup_steps=20 learner.steps=400 learner.critic.pretrain_steps"),
         (["learner.advantage=gae", "learner.critic={optimizer: {warmup_steps: 401}}"],
          "learner.critic.optimizer.warmup_steps=401 learner.steps=400"),
-        (["learner.attention=flash_attention_2"], "learner.attention=flash_attention_2 model.dtype segments"),
+        (["learner.attention=flash_attention_2"], "learner.attention=flash_attention_2 model.dtype attention=auto"),
         (["rollout.overlong={cache_tokens: 3}", "rewards=[{name: overlong}]"], "rewards rollout.overlong"),
         (["rollout.overlong={cache_tokens: 3}", "learner.advantage=gdpo"], "rollout.overlong gdpo"),
         (["learner.advantage=gdpo", "learner.kl={coefficient: 1, place: reward}"], "gdpo learner.kl.place:"),

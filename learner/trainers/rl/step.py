@@ -206,9 +206,7 @@ class TrainStep:
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""
-        mine = sum((totals_of(batch.of_step(mask_BT)) for batch in batches), Totals(0, 0))
-        counts = torch.tensor([mine.tokens, mine.sequences], device=self.world.device)
-        return Totals(*self.world.sum(counts).tolist())
+        return totals_of(*(batch.of_step(mask_BT) for batch in batches), total=self.world.sum)
 
     @property
     def updated(self) -> bool:

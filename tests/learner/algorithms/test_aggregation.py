@@ -56,7 +56,7 @@ def test_split_into_micro_batches_does_not_matter(
         return torch.nn.functional.pad(tensor[rows], (0, padding[batch]), value=0.0)
 
     masks = [part(mask_BT, batch) for batch in range(BATCHES)]
-    totals = sum((totals_of(mask) for mask in masks), Totals(0, 0))
+    totals = totals_of(*masks)
     assert totals == totals_of(mask_BT)
     parts = [figure(part(values_BT, batch), masks[batch], mode, totals) for batch in range(BATCHES)]
     together, whole = torch.stack(parts).sum(), figure(values_BT, mask_BT, mode)

@@ -157,3 +157,25 @@ def test_rule_follows_the_family() -> None:
         model = torch.nn.Module()
         model.config = type("Config", (), settings)()
         assert LogitRule.of(model) == expected
+
+
+@pytest.mark.soak
+def test_operations_compiled_once_for_all_sizes_equal_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs; on a CPU torch takes some seconds to compile each."""
+    operations = fused_head.compiled_operations()
+    graphs = torch._dynamo.utils.counters["stats"]
+    for name in ("temperature", "cap and factor", "cap, never sampled"):
+        rule, before = RULES[name], graphs["unique_graphs"]
+        for actions in (ACTIONS, 50, 12):
+            *leaves, actions_A = inputs(actions=actions)
+            results = []
+            for chosen in (fused_head._operations("cpu"), operations):
+                with monkeypatch.context() as patched:
+                    patched.setattr(fused_head, "_operations", lambda _, chosen=chosen: chosen)
+                    scores = score_states(leaves[0], leaves[1], leaves[2], actions_A, rule, entropy="gradient")
+                    results.append((*scores[:2], *gradients(scores, tuple(leaves), with_entropy=True)))
+            for expected, found in zip(*results, strict=True):
+                assert expected is not None and found is not None
+                assert relative_error(found, expected.double()) < 1e-5
+        of_impossible = 2 if rule.impossible else 1
+        assert graphs["unique_graphs"] - before <= 2 * of_impossible, name

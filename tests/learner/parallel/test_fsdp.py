@@ -7,12 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, open_checkpoints, save_checkpoint
+from slipstream.learner.data.packing import all_actions, pack
+from slipstream.learner.models.layers import decoder_of
+from slipstream.learner.models.load import ModelOptions, load_model
+from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.parallel.fsdp import reshard
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.contract.experts import MODELS as EXPERTS
@@ -129,3 +136,25 @@ def test_snapshot_gathers_one_tensor_after_the_other(meshes: Meshes) -> None:
     root, other = meshes.results("load_large", 2)
     assert root["snapshot"] < root["whole"] / 2 + 2 * root["largest"] + 10 * MB, "one version in bfloat16"
     assert other["snapshot"] < 2 * other["largest"] + 10 * MB
+
+
+def test_single_rank_keeps_layers_between_forward_and_backward(world: World, digits_model: Path) -> None:
+    options = ModelOptions(dtype=torch.bfloat16, attention="segments")
+    model = load_model(digits_model, options, world)
+    (batch,) = pack([all_actions(np.arange(4, 9))], token_budget=8)
+
+    def weights() -> set[tuple[bool, torch.dtype]]:
+        """Of the layers: sharded or gathered, and their dtype."""
+        return {(isinstance(each, DTensor), each.dtype) for each in decoder_of(model).layers.parameters()}
+
+    sharded, gathered = {(True, torch.float32)}, {(False, torch.bfloat16)}
+    assert weights() == sharded
+    with torch.no_grad():
+        score_actions(model, batch, temperature=1.0)
+    assert weights() == gathered
+    reshard(model)
+    assert weights() == sharded, "an optimizer or a snapshot would get weights in bfloat16"
+    scores = score_actions(model, batch, temperature=1.0)
+    assert weights() == gathered
+    scores.logprobs_A.sum().backward()
+    assert weights() == sharded
