@@ -185,8 +185,6 @@ def table_console(*, min_width: int) -> "Console":
 
 def _run(argv: Sequence[str] | None) -> int:
     with _quiet_ctrl_c():
-        from importlib.metadata import version
-
         from slipstream.configs.arguments import exit_code
         from slipstream.configs.runtime.logging import configure_logging
     if argv is None:  # else the process has a caller, and logs as that one wants
@@ -199,11 +197,21 @@ def _run(argv: Sequence[str] | None) -> int:
             "Asynchronous reinforcement learning for language models.",
             COMMANDS,
             argv,
-            version=version("slipstream"),
+            version=_version(),
             elsewhere=ELSEWHERE,
         )
 
     return exit_code(command)
+
+
+def _version() -> str:
+    """The version that is installed: a bare checkout on the import path has none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
 
 
 def _require_working_directory() -> None:

@@ -3,9 +3,9 @@
 import logging
 from typing import Any
 
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.parallel.mesh import EP, World
@@ -27,6 +27,15 @@ def parallelise(model: Any, world: World) -> None:
 
     Raises: ConfigError when there is no plan for the model.
     """
+    if world.sizes.tp == 1 and world.expert_mesh is None:
+        return
+    try:
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
+    except ImportError:
+        raise ConfigError(
+            f"learner.parallel: tp={world.sizes.tp}, ep={world.sizes.ep} need transformers 5.19 or later, and "
+            f"{transformers.__version__} is installed; upgrade it, or set both to 1"
+        ) from None
     name = type(model).__name__
     expert_plan = {path: style for path, style in model.ep_plan.items() if ".layers." in f".{path}"}
     if world.sizes.ep > 1 and DISPATCH not in expert_plan.values():

@@ -148,7 +148,7 @@ ENGINES: dict[str, Kind] = {
         dies_of=r"engine core \(process \d+\) was ended by SIGKILL",
         installed=_has("vllm"),
     ),
-    "hf": Kind(Hf(), {"name": "hf"}, preempts=False, dies_of=BUG),
+    "hf": Kind(Hf(), {"name": "hf"}, dies_of=BUG),
     "sglang": Kind(
         Sglang(),
         {

@@ -1,8 +1,10 @@
 """The engine `hf`: generation with transformers' forward pass in a thread of the rollout server."""
 
+import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -20,6 +22,7 @@ from slipstream.rollout_servers.engines.base import (
     PromptLimits,
     Request,
 )
+from slipstream.rollout_servers.engines.hf.cache import MARGIN, spare
 from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
@@ -31,10 +34,12 @@ class Answer:
     Attributes:
         token_ids: of the prompt and of the answer so far.
         finish_reason: None while it is unfinished.
+        number: in the order of arrival.
     """
 
     def __init__(self, request: "InFlight", prompt_ids: Sequence[int]) -> None:
         self.request = request
+        self.number = 0
         self.token_ids = list(prompt_ids)
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt_ids)
@@ -102,16 +107,22 @@ class Stepper:
     Attributes:
         policy: the model.
         version: the policy version of new tokens.
+        preemptions: number of answers whose KV cache was dropped for want of room.
     """
 
-    def __init__(self, policy: HfModel, *, max_sequences: int, seed: int) -> None:
+    def __init__(self, policy: HfModel, batch: Batch, *, max_sequences: int, seed: int) -> None:
+        """`batch`: empty."""
         self.policy = policy
         self._max_sequences = max_sequences
         self._generator = torch.Generator(policy.device).manual_seed(seed)
+        self._arrivals = itertools.count()
         self._waiting: deque[Answer] = deque()
-        self._running: list[Answer] = []  # the batch has all but the last token of each, in this order
-        self._batch: Batch | None = None
+        self._batch = batch  # has all but the last token of each running answer, in this order
+        self._running: list[Answer] = []
+        self._tokens_B = torch.empty(0, dtype=torch.long)  # the last token of each, on the device
+        self._temperature_B1: Tensor | None = None  # 0 for greedy answers; None: the answers are others
         self.version = 0
+        self.preemptions = 0
 
     @property
     def idle(self) -> bool:
@@ -119,12 +130,14 @@ class Stepper:
         return not self._running and not self._waiting
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens of the running answers and their prompts."""
-        return sum(len(answer.token_ids) for answer in self._running)
+    def usage(self) -> float:
+        """Share of the KV cache that is in use."""
+        return self._batch.slots.usage
 
     def add(self, request: InFlight) -> None:
         """Queues a request."""
+        for answer in request.answers:
+            answer.number = next(self._arrivals)
         self._waiting.extend(request.answers)
 
     def abort(self, request: InFlight) -> list[Completion]:
@@ -152,18 +165,15 @@ class Stepper:
         """Samples one token of as many answers as fit. Returns the requests that this finishes, with their answers."""
         if self.idle:
             return []
-        newcomers = self._admit()
-        logits = []
-        if self._batch is not None:
-            logits.append(self._batch.advance([answer.token_ids[-1] for answer in self._running]))
+        self._preempt()
+        newcomers, logits = self._admit(), []
+        if self._running:
+            logits.append(self._batch.advance(self._tokens_B))
         for group in self._prefills(newcomers):
-            batch, logits_BV = Batch.of(self.policy, [answer.token_ids for answer in group])
-            logits.append(logits_BV)
-            if self._batch is None:
-                self._batch = batch
-            else:
-                self._batch.join(batch)
-        self._running += newcomers
+            logits.append(self._batch.add([answer.token_ids for answer in group]))
+        if newcomers:
+            self._running += newcomers
+            self._temperature_B1 = None
         self._sample(torch.cat(logits))
         finished = {answer.request: None for answer in self._running if answer.finish_reason is not None}
         self._drop_finished()
@@ -175,16 +185,34 @@ class Stepper:
 
     def _recompute(self) -> None:
         """Drops the KV cache; the next step recomputes it, under the weights of then."""
-        self._waiting.extendleft(reversed(self._running))
-        self._running, self._batch = [], None
+        self._waiting.extendleft(sorted(self._running, key=_number, reverse=True))
+        self._running = []
+        self._batch.slots.clear()
+
+    def _preempt(self) -> None:
+        """Puts the last arrivals back into the queue until there is memory for the next tokens of the others."""
+        slots, count = self._batch.slots, len(self._running)
+        if not slots.full:
+            return
+        while count > 1 and not slots.fits(count, slots.longest + MARGIN):
+            count -= 1
+        dropped = sorted(self._running, key=_number)[count:]
+        self.preemptions += len(dropped)
+        self._waiting.extendleft(reversed(dropped))
+        if dropped:
+            self._keep(lambda answer: answer not in dropped)
 
     def _admit(self) -> list[Answer]:
-        """Takes answers out of the queue; together with the running ones, where caches can't be joined."""
-        free = min(self._max_sequences - len(self._running), len(self._waiting))
-        if free and not self.policy.joins:
-            free += len(self._running)
-            self._recompute()
-        return [self._waiting.popleft() for _ in range(free)]
+        """Takes answers out of the queue for which there is memory, also when the longest have grown by some tokens."""
+        slots, admitted = self._batch.slots, list[Answer]()
+        longest = slots.longest
+        while self._waiting and len(self._running) + len(admitted) < self._max_sequences:
+            count, tokens = len(self._running) + len(admitted) + 1, max(longest, len(self._waiting[0].token_ids))
+            if count > 1 and not slots.fits(count, tokens + spare(tokens)):
+                break
+            admitted.append(self._waiting.popleft())
+            longest = tokens
+        return admitted
 
     def _prefills(self, newcomers: list[Answer]) -> list[list[Answer]]:
         """Splits newcomers into groups that are computed at once; samples of one prompt count once."""
@@ -194,7 +222,7 @@ class Stepper:
         for answer in newcomers:
             if answer.token_ids != previous:
                 longest, different = max(longest, len(answer.token_ids)), different + 1
-                if not groups or (longest * different > PREFILL_TOKENS and self.policy.joins):
+                if not groups or longest * different > PREFILL_TOKENS:
                     groups.append([])
                     longest, different = len(answer.token_ids), 1
             groups[-1].append(answer)
@@ -202,33 +230,48 @@ class Stepper:
         return groups
 
     def _sample(self, logits_BV: Tensor) -> None:
-        temperatures = [answer.request.temperature for answer in self._running]
-        scale_B1 = torch.tensor([each or 1.0 for each in temperatures], device=logits_BV.device)[:, None]
-        greedy_B1 = torch.tensor([each is None for each in temperatures], device=logits_BV.device)[:, None]
-        logprobs_BV = (logits_BV / scale_B1).log_softmax(-1)
-        drawn_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)
+        if self._temperature_B1 is None:
+            temperatures = [answer.request.temperature or 0.0 for answer in self._running]
+            self._temperature_B1 = torch.tensor(temperatures, device=logits_BV.device)[:, None]
+        greedy_B1 = self._temperature_B1 == 0
+        logprobs_BV = (logits_BV / self._temperature_B1.masked_fill(greedy_B1, 1.0)).log_softmax(-1)
+        # The first of V exponential clocks with these rates; torch.multinomial draws likewise, but waits for the GPU.
+        clocks_BV = torch.empty_like(logprobs_BV).exponential_(generator=self._generator)
+        drawn_B1 = (logprobs_BV.exp() / clocks_BV).argmax(-1, keepdim=True)
         token_B1 = torch.where(greedy_B1, logprobs_BV.argmax(-1, keepdim=True), drawn_B1)
-        logprob_B1 = logprobs_BV.gather(-1, token_B1)
-        tokens, logprobs = token_B1[:, 0].tolist(), logprob_B1[:, 0].tolist()
+        self._tokens_B = token_B1[:, 0]
+        # One copy to the host, in float32, which has all token ids exactly.
+        tokens, logprobs = torch.cat([token_B1, logprobs_BV.gather(-1, token_B1)], dim=1).T.tolist()
         for answer, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            answer.add(token, logprob, self.version)
+            if math.isnan(logprob):
+                raise RuntimeError(f"the model's log-probs are NaN after {len(answer.token_ids)} tokens")
+            answer.add(int(token), logprob, self.version)
 
     def _drop_finished(self) -> None:
-        places = [place for place, answer in enumerate(self._running) if answer.finish_reason is None]
-        if len(places) == len(self._running):
+        if any(answer.finish_reason is not None for answer in self._running):
+            self._keep(lambda answer: answer.finish_reason is None)
+
+    def _keep(self, kept: Callable[[Answer], bool]) -> None:
+        """Drops all other running answers."""
+        places = [place for place, answer in enumerate(self._running) if kept(answer)]
+        self._temperature_B1 = None
+        if not places:
+            self._running = []
+            self._batch.slots.clear()
             return
-        self._running = [self._running[place] for place in places]
-        if self._batch is not None and places:
-            self._batch.keep(places)
-        else:
-            self._batch = None
+        order = self._batch.slots.keep(places)
+        self._running = [self._running[place] for place in order]
+        self._tokens_B = self._tokens_B[torch.tensor(order, device=self._tokens_B.device)]
+
+
+def _number(answer: Answer) -> int:
+    return answer.number
 
 
 class HfEngine(BaseEngine):
     """transformers in one engine thread.
 
-    The pause of `install` does not include the recomputation of the KV cache, which is part of the next step. A cache
-    that can't be joined is recomputed with the next request, even with `weights.keep_stale_kv`.
+    The pause of `install` does not include the recomputation of the KV cache, which is part of the next step.
     """
 
     name = "hf"
@@ -274,10 +317,7 @@ class HfEngine(BaseEngine):
         return await self._thread.call(lambda: self._stepped.policy.checksums())  # noqa: PLW0108  (closed: no policy)
 
     async def pressure(self) -> Pressure:
-        """`kv_cache_usage`: tokens of running answers, as a share of `max_sequences` times `max_model_len`."""
-        limits = self._settings.config.rollout.engine
-        tokens = await self._thread.call(lambda: self._stepped.tokens)
-        return Pressure(kv_cache_usage=tokens / (limits.max_sequences * limits.max_model_len), preemptions=0)
+        return await self._thread.call(lambda: Pressure(self._stepped.usage, self._stepped.preemptions))
 
     async def close(self) -> None:
         await self._thread.close()
@@ -288,8 +328,10 @@ class HfEngine(BaseEngine):
         with torch.inference_mode():
             policy, limits = HfModel(self._settings), self._settings.config.rollout.engine
             self.device = policy.device
-            check_padding(policy, dtype=self._settings.config.model.dtype_here)
+            batch = Batch(policy, limits)
+            check_padding(policy, batch, dtype=self._settings.config.model.dtype_here)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
-            self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.config.run.seed)
+            seed = self._settings.config.run.seed
+            self._stepped = Stepper(policy, batch, max_sequences=limits.max_sequences, seed=seed)
             yield self._stepped
             self._stepped.close()

@@ -1,4 +1,4 @@
-"""A causal language model of transformers: forward pass, weights, and the KV cache of a batch."""
+"""A causal language model of transformers: forward pass, weights, and running answers."""
 
 import inspect
 from collections.abc import Sequence
@@ -7,19 +7,25 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.models.adapters import adapter_tensor, require_peft
 from slipstream.models.folder import without_remote_code
 from slipstream.models.state_dict import published_buffers, saved_parts
 from slipstream.rollout_servers.engines.base import EngineSettings, UpdateFailed, check_positions
+from slipstream.rollout_servers.engines.hf.attention import use_grouped_attention
+from slipstream.rollout_servers.engines.hf.cache import Slots
+from slipstream.rollout_servers.engines.hf.graphs import StepGraphs
 from slipstream.rollout_servers.engines.staging import Staging
 
 # B sequences, T tokens in the cache (padding on the left), N new tokens, V vocabulary
+
+CPU_KV_CACHE_BYTES = 1 << 30
+FREE_SHARE = 0.5
+"""Of a GPU's memory that is free once the model is loaded: the KV cache unless its size is configured."""
 
 
 class HfModel:
@@ -28,7 +34,7 @@ class HfModel:
     Attributes:
         vocabulary: number of token ids.
         device: of inputs and outputs.
-        joins: whether the caches of two batches can be concatenated; the states of recurrent layers can't.
+        changes: how often modules were exchanged.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -65,13 +71,19 @@ class HfModel:
         check_positions(settings.config.rollout.engine.max_model_len, text, settings.model)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)
         self._attends = "past_key_values" in self._inputs
-        self.joins = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self.new_cache().layers)
+        self.changes = 0
+        use_grouped_attention(model)
 
-    def new_cache(self) -> Cache:
-        """An empty cache with the kinds of layers that the model needs."""
-        return DynamicCache(config=self._model.config)
+    def prefill(self, sequences: Sequence[Sequence[int]]) -> tuple[Cache, Tensor]:
+        """A cache with these sequences, padded on the left, and the logits of the next tokens, shape [B, V]."""
+        longest = max(map(len, sequences))
+        ids = [[0] * (longest - len(each)) + list(each) for each in sequences]
+        mask = [[0] * (longest - len(each)) + [1] * len(each) for each in sequences]
+        ids_BT, mask_BT = torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
+        cache = DynamicCache(config=self._model.config)
+        return cache, self.next_logits(ids_BT, mask_BT, (mask_BT.cumsum(-1) - 1).clamp(min=0), cache)
 
-    def next_logits(self, ids_BN: Tensor, mask_BT: Tensor, cache: Cache) -> Tensor:
+    def next_logits(self, ids_BN: Tensor, mask_BT: Tensor, positions_BN: Tensor, cache: Cache) -> Tensor:
         """Logits of the token that follows, fp32, shape [B, V]; adds the new tokens to the cache.
 
         `mask_BT` is 0 on padding, which stands to the left of a sequence.
@@ -81,7 +93,7 @@ class HfModel:
             "input_ids": ids_BN,
             # Models without attention take the mask of new tokens only, and name the cache differently.
             "attention_mask": mask_BT if self._attends else mask_BT[:, -new:],
-            "position_ids": (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -new:],
+            "position_ids": positions_BN,
             "use_cache": True,
             "logits_to_keep": 1,
             "past_key_values" if self._attends else "cache_params": cache,
@@ -136,6 +148,7 @@ class HfModel:
         decoder = getattr(self._model, "model", self._model.base_model).get_decoder()
         peft.inject_adapter_in_model(peft.get_peft_config(config), decoder)
         self._adapter = config
+        self.changes += 1
         self._held = {
             saved_as: (parameter.requires_grad_(False), self._dtype)
             for name, parameter in self._model.named_parameters()
@@ -153,67 +166,42 @@ class HfModel:
 
 
 class Batch:
-    """The KV cache of B sequences."""
+    """Running answers and their KV cache."""
 
-    def __init__(self, policy: HfModel, cache: Cache, mask_BT: Tensor) -> None:
+    def __init__(self, policy: HfModel, limits: EngineConfig) -> None:
+        """Raises: ConfigError when `kv_cache_bytes` is too little, or the model has layers without a KV cache here."""
         self._policy = policy
-        self._cache: Any = cache  # its layers are of many kinds
-        self._mask_BT = mask_BT
+        probe, _ = policy.prefill([[0]])
+        self.slots = Slots(probe, max_rows=limits.max_sequences, max_tokens=limits.max_model_len)
+        if policy.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(policy.device)
+            self.slots.limit(limits.kv_cache_bytes or int(FREE_SHARE * free))
+            self.slots.reserve()
+        else:
+            self.slots.limit(limits.kv_cache_bytes or CPU_KV_CACHE_BYTES)
+        self._graphs = StepGraphs.of(policy, self.slots)
 
-    @classmethod
-    def of(cls, policy: HfModel, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
-        """The cache of these sequences and the next tokens' logits, shape [B, V]; equal sequences are computed once."""
+    def add(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Adds answers; logits of their next tokens, shape [B, V]. Equal sequences are computed once."""
         places: dict[tuple[int, ...], int] = {}
         place_B = [places.setdefault(tuple(sequence), len(places)) for sequence in sequences]
-        longest = max(map(len, places))
-        ids = [[0] * (longest - len(each)) + list(each) for each in places]
-        mask = [[0] * (longest - len(each)) + [1] * len(each) for each in places]
-        cache, mask_BT = policy.new_cache(), torch.tensor(mask, device=policy.device)
-        logits_BV = policy.next_logits(torch.tensor(ids, device=policy.device), mask_BT, cache)
-        batch = cls(policy, cache, mask_BT)
-        if len(places) < len(place_B):
-            index_B = torch.tensor(place_B, device=policy.device)
-            batch._reorder(index_B)
-            logits_BV = logits_BV[index_B]
-        return batch, logits_BV
+        index_B = torch.tensor(place_B, device=self._policy.device)
+        cache, logits_BV = self._policy.prefill(list(places))
+        self.slots.adopt(cache, index_B, [len(sequence) for sequence in sequences])
+        return logits_BV[index_B]
 
-    def advance(self, token_ids: Sequence[int]) -> Tensor:
-        """Adds a token to each sequence; logits of the next, shape [B, V]."""
-        ids_B1 = torch.tensor(token_ids, device=self._policy.device)[:, None]
-        self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
-        return self._policy.next_logits(ids_B1, self._mask_BT, self._cache)
-
-    def join(self, other: "Batch") -> None:
-        """Appends the sequences of another batch; only where `policy.joins`."""
-        length = max(self._mask_BT.shape[1], other._mask_BT.shape[1])
-        self._resize(length)
-        other._resize(length)
-        self._mask_BT = torch.cat([self._mask_BT, other._mask_BT])
-        for mine, others in zip(self._cache.layers, other._cache.layers, strict=True):
-            mine.keys = torch.cat([mine.keys, others.keys])
-            mine.values = torch.cat([mine.values, others.values])
-
-    def keep(self, places: Sequence[int]) -> None:
-        """Drops all sequences but these, and superfluous padding."""
-        self._reorder(torch.tensor(places, device=self._policy.device))
-        if self._policy.joins:
-            self._resize(int(self._mask_BT.sum(-1).max()))
-
-    def _reorder(self, index_B: Tensor) -> None:
-        self._cache.reorder_cache(index_B)
-        self._mask_BT = self._mask_BT[index_B]
-
-    def _resize(self, length: int) -> None:
-        """Adds or removes padding on the left, to T = `length`; a negative pad removes."""
-        self._mask_BT = pad(self._mask_BT, (length - self._mask_BT.shape[1], 0))
-        for layer in self._cache.layers:
-            kept = length
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                kept = min(length, layer.sliding_window - 1)
-                layer.cumulative_length = length
-            more = kept - layer.keys.shape[-2]
-            layer.keys = pad(layer.keys, (0, 0, more, 0))
-            layer.values = pad(layer.values, (0, 0, more, 0))
+    def advance(self, tokens_B: Tensor) -> Tensor:
+        """Adds a token to each answer; logits of the next, shape [B, V]."""
+        slots = self.slots
+        slots.make_room()
+        if self._graphs is not None and (logits_BV := self._graphs.step(tokens_B)) is not None:
+            slots.advance()
+            return logits_BV
+        end, starts_B1 = slots.grid.end, slots.starts_B[:, None]
+        mask_BT = (torch.arange(end + 1, device=tokens_B.device) >= starts_B1).long()
+        logits_BV = self._policy.next_logits(tokens_B[:, None], mask_BT, end - starts_B1, slots.cache)
+        slots.advance()
+        return logits_BV
 
 
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
@@ -222,17 +210,18 @@ TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
 _LONG, _SHORT = 12, 5  # tokens
 
 
-def check_padding(policy: HfModel, *, dtype: str) -> None:
-    """Compares log-probs of two sequences of different lengths with those without padding and cache.
+def check_padding(policy: HfModel, batch: Batch, *, dtype: str) -> None:
+    """Compares log-probs of two sequences in an empty batch with those without padding and cache.
 
     Raises: ConfigError when they differ by more than `TOLERANCE`.
     """
     sequences = [[place % policy.vocabulary for place in range(3, 3 + length)] for length in (_LONG, _SHORT)]
-    batch, first_BV = Batch.of(policy, sequences)
-    next_tokens = first_BV.argmax(-1).tolist()
-    found_B2V = torch.stack([first_BV, batch.advance(next_tokens)], dim=1).log_softmax(-1)
+    first_BV = batch.add(sequences)
+    next_B = first_BV.argmax(-1)
+    found_B2V = torch.stack([first_BV, batch.advance(next_B)], dim=1).log_softmax(-1)
+    batch.slots.clear()
     expected_B2V = torch.stack(
-        [policy.distributions([*each, token])[-2:] for each, token in zip(sequences, next_tokens, strict=True)]
+        [policy.distributions([*each, token])[-2:] for each, token in zip(sequences, next_B.tolist(), strict=True)]
     )
     off = (found_B2V - expected_B2V).abs().mean().item()
     if not off <= TOLERANCE[dtype]:  # NaN neither

@@ -29,6 +29,7 @@ from transformers import (
 from slipstream.buffer.wire.weights.protocol import BY_CHECKSUM, Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -40,7 +41,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.hf import engine as stepping
 from slipstream.rollout_servers.engines.hf.engine import HfEngine, InFlight, Stepper
-from slipstream.rollout_servers.engines.hf.model import HfModel, check_padding
+from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 
@@ -147,6 +148,11 @@ def in_flight(prompt: list[int], samples: int, max_tokens: int) -> InFlight:
     return InFlight(Request(prompt, 60.0, samples=samples), generation, max_tokens=max_tokens)
 
 
+def stepper_of(policy: HfModel, **sizes: Any) -> Stepper:
+    limits = EngineConfig(**{"max_model_len": CONTEXT, "max_sequences": 8, **sizes})
+    return Stepper(policy, Batch(policy, limits), max_sequences=limits.max_sequences, seed=0)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.filterwarnings("ignore")  # transformers recommends kernels for a GPU
 @torch.inference_mode()
@@ -156,7 +162,7 @@ def test_answers_that_join_and_leave_a_batch_are_exact(
     model = model_of(architecture, 0)
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(stepping, "PREFILL_TOKENS", 64)  # several prefills a step
-    stepper = Stepper(HfModel(settings(tmp_path)), max_sequences=12, seed=0)
+    stepper = stepper_of(HfModel(settings(tmp_path)), max_sequences=12)
     draw = random.Random(0)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(10)]
     waiting = [(prompt, in_flight(prompt, draw.randint(1, 3), draw.randint(1, 20))) for prompt in prompts]
@@ -186,12 +192,12 @@ def test_samples_of_one_prompt_are_computed_once(policy: HfModel, monkeypatch: p
     sizes: list[tuple[int, ...]] = []
     compute = policy.next_logits
 
-    def spy(ids_BN: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
+    def spy(ids_BN: Tensor, *others: Any) -> Tensor:
         sizes.append(tuple(ids_BN.shape))
-        return compute(ids_BN, mask_BT, cache)
+        return compute(ids_BN, *others)
 
+    stepper = stepper_of(policy, max_sequences=8)
     monkeypatch.setattr(policy, "next_logits", spy)
-    stepper = Stepper(policy, max_sequences=8, seed=0)
     stepper.add(in_flight(PROMPT, 8, 2))
     stepper.step()
     stepper.step()
@@ -200,11 +206,12 @@ def test_samples_of_one_prompt_are_computed_once(policy: HfModel, monkeypatch: p
 
 @torch.inference_mode()
 def test_model_that_attends_to_padding_is_refused(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_padding(policy, dtype="float32")
+    batch = Batch(policy, EngineConfig(max_model_len=64))
+    check_padding(policy, batch, dtype="float32")
     compute = policy.next_logits
-    monkeypatch.setattr(policy, "next_logits", lambda ids, mask, cache: compute(ids, torch.ones_like(mask), cache))
+    monkeypatch.setattr(policy, "next_logits", lambda ids, mask, *others: compute(ids, torch.ones_like(mask), *others))
     with pytest.raises(ConfigError, match=r"rollout\.engine\.name=hf"):
-        check_padding(policy, dtype="float32")
+        check_padding(policy, batch, dtype="float32")
 
 
 def test_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
@@ -278,10 +285,10 @@ async def test_crash_fails_requests_with_their_answers_so_far(tmp_path: Path, mo
         assert (await ask(engine, max_tokens=10))[0].finish_reason == "length"
         compute, calls = HfModel.next_logits, iter(range(30))
 
-        def failing(policy: HfModel, ids_BN: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
+        def failing(policy: HfModel, *inputs: Any) -> Tensor:
             if next(calls, None) is None:
                 raise RuntimeError("no memory is left")
-            return compute(policy, ids_BN, mask_BT, cache)
+            return compute(policy, *inputs)
 
         monkeypatch.setattr(HfModel, "next_logits", failing)
         with pytest.raises(EngineError, match="no memory is left") as crash:
