@@ -119,9 +119,9 @@ class Stepper:
         return not self._running and not self._waiting
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens of the running answers and their prompts."""
-        return sum(len(answer.token_ids) for answer in self._running)
+    def load(self) -> tuple[int, int, int]:
+        """Number of tokens of the running answers and their prompts, of running answers, and of waiting ones."""
+        return sum(len(answer.token_ids) for answer in self._running), len(self._running), len(self._waiting)
 
     def add(self, request: InFlight) -> None:
         """Queues a request."""
@@ -276,8 +276,8 @@ class HfEngine(BaseEngine):
     async def pressure(self) -> Pressure:
         """`kv_cache_usage`: tokens of running answers, as a share of `max_sequences` times `max_model_len`."""
         limits = self._settings.config.rollout.engine
-        tokens = await self._thread.call(lambda: self._stepped.tokens)
-        return Pressure(kv_cache_usage=tokens / (limits.max_sequences * limits.max_model_len), preemptions=0)
+        tokens, running, waiting = await self._thread.call(lambda: self._stepped.load)
+        return Pressure(tokens / (limits.max_sequences * limits.max_model_len), 0, running, waiting)
 
     async def close(self) -> None:
         await self._thread.close()
