@@ -20,6 +20,7 @@ PARTS = {
     "demo": "time and CPU time of the demo, in turns with TRL",
     "experts": "mismatch of engine and learner on a mixture of experts, with router replay and without",
     "fit": "a learner's step: speed, and peak memory beside that of `slipstream fit`",
+    "inflight": "groups in flight: fixed numbers and auto, with a small KV cache",
     "fleet": "sharing of work among many rollout servers without engines",
     "head": "log-probs from hidden states, beside those from all logits",
     "learner": "a learner's step on a CPU, in turns with a plain loop and TRL",

@@ -21,6 +21,7 @@ from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.models.folder import model_fingerprint
+from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
@@ -30,7 +31,6 @@ from slipstream.rollout_servers.tickets import (
     FIRST_GROUPS,
     REMEDIES,
     RESEND_S,
-    ConcurrencyLimiter,
     FailureBackoff,
     FirstFailures,
     Outbox,
@@ -60,6 +60,8 @@ class Activity:
 
     ready_at: float = field(default_factory=time.monotonic)
     tokens: int = 0
+    groups: int = 0
+    """Tickets that were worked on to the end."""
     _running: int = 0
     _busy_since: float = 0.0
     _busy_s: float = 0.0
@@ -74,6 +76,7 @@ class Activity:
             yield
         finally:
             self._running -= 1
+            self.groups += 1
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since
 
@@ -158,7 +161,7 @@ class RolloutServer:
         self._backoff = FailureBackoff()
         self._first = FirstFailures()
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
-        self._limiter = ConcurrencyLimiter(1, config.rollout.groups_in_flight)
+        self._limiter = ConcurrencyLimiter.of(config.rollout)
         self._report = asyncio.Event()
         self._leaving = asyncio.Event()
         self._settled = asyncio.Event()
@@ -328,14 +331,17 @@ class RolloutServer:
             self._report.clear()
 
     async def _limit_concurrency(self) -> None:
-        """Lowers the server's credits while its engine is short of KV cache."""
+        """Adapts the server's credits to the load of its engine; during an evaluation that is not the groups'."""
         while True:
             await asyncio.sleep(PRESSURE_INTERVAL_S)
             pressure = await self._engine.pressure()
-            before = self._limiter.limit
-            limit = self._limiter.observe(pressure, groups=len(self._tickets.held))
-            if limit != before:
-                log.info("groups in flight limited", limit=limit, before=before, **asdict(pressure))
+            if self._hold.evaluating:
+                self._limiter.pause()
+                continue
+            groups = len(self._tickets.held)
+            move = self._limiter.observe(pressure, groups=groups, finished=self._activity.groups)
+            if move is not None:
+                log.info("limit of groups in flight moved", **asdict(move), groups=groups, **asdict(pressure))
                 self._report.set()
 
     def _credits(self) -> m.Credits:
@@ -347,6 +353,7 @@ class RolloutServer:
             tokens_generated=self._activity.tokens,
             busy_s=self._activity.busy_s,
             up_s=time.monotonic() - self._activity.ready_at,
+            groups_limit=self._limiter.limit,
             engine_deaths=self._engine.crashes,
             requests_restarted=self._engine.requests_restarted,
         )

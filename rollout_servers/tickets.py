@@ -1,4 +1,4 @@
-"""The tickets of a rollout server: how many it accepts, which it holds, and the outbox of their groups and failures."""
+"""The tickets of a rollout server: which it holds, and the outbox of their groups and failures."""
 
 import asyncio
 import math
@@ -11,7 +11,6 @@ from typing import Final
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.configs.runtime.logging import get_log
-from slipstream.rollout_servers.engines.base import Pressure
 
 log = get_log("rollout.tickets")
 
@@ -127,45 +126,6 @@ class FirstFailures:
             self._reasons = None
             return False
         return len(self._reasons) == FIRST_GROUPS
-
-
-INCREASE: Final = 1
-"""Groups that are added at a time."""
-DECREASE: Final = 0.5
-"""Factor of the limit when the engine preempted requests, or its KV cache is over KV_CACHE_HIGH."""
-KV_CACHE_HIGH: Final = 0.95
-"""Share of the KV cache above which the limit falls."""
-
-
-class ConcurrencyLimiter:
-    """Additive increase, multiplicative decrease of the groups in flight.
-
-    A preempted request loses its KV cache and is computed again: more groups at once can mean fewer tokens.
-    Source: Chiu & Jain 1989, doi:10.1016/0169-7552(89)90019-6. As in RFC 5681, section 3.2, one congestion lowers the
-    limit once: while more groups are in flight than the limit, it stays.
-
-    Attributes:
-        limit: groups that may be in flight, from `least` to `most`; at first `most`.
-    """
-
-    def __init__(self, least: int, most: int) -> None:
-        self._most = most
-        self._least = min(least, most)
-        self._preemptions = 0
-        self.limit = most
-
-    def observe(self, pressure: Pressure, *, groups: int) -> int:
-        """The limit after a reading of the engine's pressure with `groups` in flight."""
-        pressed = self._preempted(pressure) or pressure.kv_cache_usage > KV_CACHE_HIGH
-        if groups <= self.limit:
-            wanted = int(self.limit * DECREASE) if pressed else self.limit + INCREASE
-            self.limit = max(self._least, min(self._most, wanted))
-        return self.limit
-
-    def _preempted(self, pressure: Pressure) -> bool:
-        """True if requests were preempted since the last reading; a lower count is that of a new engine."""
-        before, self._preemptions = self._preemptions, pressure.preemptions
-        return pressure.preemptions != before and pressure.preemptions > 0
 
 
 RESEND_S = 2.0

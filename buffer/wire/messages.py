@@ -207,6 +207,8 @@ class ServerStatus(Record, frozen=True):
     """Time with at least one running episode."""
     up_s: float = 0.0
     """Time since the engine was ready."""
+    groups_limit: int = 0
+    """Groups that it may have in flight now."""
     engine_deaths: int = 0
     """Restarts of its engine."""
     requests_restarted: int = 0

@@ -92,8 +92,10 @@ class RolloutConfig(Section):
     """Rollout servers that `slipstream up` starts. `auto`: one, or as many as the GPUs of `gpus.rollout` are for."""
     group_size: int = Field(default=8, ge=1, le=16384)
     """Answers per task."""
-    groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
-    """Maximal tickets that one server holds at once."""
+    groups_in_flight: Literal["auto"] | Annotated[int, Field(ge=1, lt=1_000_000)] = 32
+    """Maximal tickets that one server holds at once; it holds fewer while they do not fit into the engine's KV cache.
+    `auto`: as many as fit. It begins with `engine.max_sequences` / `group_size` and grows, up to
+    `engine.max_sequences`, until the KV cache is full."""
     sampling: SamplingConfig = SamplingConfig()
     skip_long_prompts: bool = False
     """Read all tasks at the start and leave out those whose prompts leave no room for `sampling.max_tokens` in

@@ -264,6 +264,11 @@ STEP: Final = (
         "share",
         "sum of |Δ| over sum of |log-prob| of the last probe: engine against learner after an update",
     ),
+    _metric(
+        "groups_in_flight_limit",
+        "groups",
+        "that the rollout servers may have in flight now, see `rollout.groups_in_flight`",
+    ),
     _metric("engine_deaths", "", "engine crashes, each followed by a restart"),
     _metric("requests_restarted", "", "requests that lost their tokens in a crash"),
     _metric("buffer/issued buffer/filtered buffer/expired buffer/reissued", "groups", "so far"),

@@ -132,6 +132,7 @@ class RLReporter(Reporter):
         """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""
         now = time.monotonic()
         metrics: dict[str, float] = {
+            "groups_in_flight_limit": sum(server.groups_limit for server in servers),
             "engine_deaths": sum(server.engine_deaths for server in servers),
             "requests_restarted": sum(server.requests_restarted for server in servers),
         }

@@ -188,10 +188,14 @@ class Pressure:
     Attributes:
         kv_cache_usage: used share of the KV cache, from 0 to 1.
         preemptions: requests that lost their KV cache for want of room, since the engine's start.
+        running: answers that are being generated; 0 too from an engine that does not report them.
+        waiting: answers that are not, for want of room.
     """
 
     kv_cache_usage: float
     preemptions: int
+    running: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True)

@@ -398,6 +398,11 @@ class EvaluationHold:
         """True if the present version must stay."""
         return not self._released.is_set()
 
+    @property
+    def evaluating(self) -> bool:
+        """True while answers of an evaluation are being generated."""
+        return bool(self._open)
+
     def hold(self, version: int) -> None:
         """`version` is now running and is to be evaluated."""
         self._held = version

@@ -182,11 +182,13 @@ async def test_scoring_overtakes_waiting_requests(subject: Subject) -> None:
 
 async def test_pressure_follows_running_requests(subject: Subject) -> None:
     await subject.idle(DEADLINE_S)
-    assert (await subject.engine.pressure()).kv_cache_usage < 0.01
+    idle = await subject.engine.pressure()
+    assert (idle.kv_cache_usage < 0.01, idle.running, idle.waiting) == (True, 0, 0)
     running = asyncio.ensure_future(subject.answers(samples=48, max_tokens=LONGEST))
     async with asyncio.timeout(DEADLINE_S):
-        while (await subject.engine.pressure()).kv_cache_usage < 0.05:
+        while (pressure := await subject.engine.pressure()).kv_cache_usage < 0.05:
             await asyncio.sleep(0.01)
+    assert 0 < pressure.running <= pressure.running + pressure.waiting <= 48
     running.cancel()
     await subject.idle(DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):

@@ -182,11 +182,10 @@ async def test_pressure_changes_the_capacity_at_once(
     monkeypatch.setattr(server, "HEARTBEAT_S", NEVER_S)
     running = start_server()
     async with running.buffer() as buffer:
-        running.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)
+        running.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0, running=8, waiting=80)
         for capacity in (4, 2, 1):
-            await buffer.receive(m.Credits, lambda credits: credits.capacity == capacity)  # noqa: B023  # called at once
-        running.engine.usage = Pressure(kv_cache_usage=0.5, preemptions=0)
-        await buffer.receive(m.Credits, lambda credits: credits.capacity == 8)
+            credits = await buffer.receive(m.Credits, lambda credits: credits.capacity == capacity)  # noqa: B023  # now
+            assert credits.status.groups_limit == capacity
 
 
 async def test_a_crashed_engine_means_no_capacity_until_it_restarts(start_server: StartServer) -> None:

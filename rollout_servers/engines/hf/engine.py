@@ -130,9 +130,9 @@ class Stepper:
         return not self._running and not self._waiting
 
     @property
-    def usage(self) -> float:
-        """Share of the KV cache that is in use."""
-        return self._batch.slots.usage
+    def pressure(self) -> Pressure:
+        """The load now; of the KV cache, the share that is in use."""
+        return Pressure(self._batch.slots.usage, self.preemptions, len(self._running), len(self._waiting))
 
     def add(self, request: InFlight) -> None:
         """Queues a request."""
@@ -317,7 +317,7 @@ class HfEngine(BaseEngine):
         return await self._thread.call(lambda: self._stepped.policy.checksums())  # noqa: PLW0108  (closed: no policy)
 
     async def pressure(self) -> Pressure:
-        return await self._thread.call(lambda: Pressure(self._stepped.usage, self._stepped.preemptions))
+        return await self._thread.call(lambda: self._stepped.pressure)
 
     async def close(self) -> None:
         await self._thread.close()

@@ -33,9 +33,9 @@ from slipstream.rollout_servers.engines.sglang.arguments import INFO, check_sett
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
-    cache_usage,
     prompt_logprobs,
     server_info,
+    server_load,
 )
 from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.sglang.transfer import (
@@ -223,8 +223,8 @@ class SglangEngine(BaseEngine):
         """As `Engine.pressure`; preemptions are counted when an answer ends."""
         # The loads come without the scheduler: this call detects one that hangs.
         await self._calls.get(INFO)
-        usage = cache_usage(await self._calls.get(requests.LOADS))
-        return Pressure(kv_cache_usage=usage, preemptions=self._preemptions)
+        load = server_load(await self._calls.get(requests.LOADS))
+        return Pressure(load.token_usage, self._preemptions, load.num_running_reqs, load.num_waiting_reqs)
 
     async def close(self) -> None:
         """Ends the server with all its processes; pending requests fail."""

@@ -201,12 +201,17 @@ class _Event(msgspec.Struct):
     error: _StreamError | None = None
 
 
-class _Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
+    """Load of one of the server's ranks."""
+
     token_usage: float
+    """Used share of the KV cache."""
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
 
 
 class _Loads(msgspec.Struct):
-    loads: list[_Load]
+    loads: list[ServerLoad]
 
 
 class ServerInfo(msgspec.Struct):
@@ -320,10 +325,10 @@ def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
     return [_known(logprob) for logprob, _, _ in places]
 
 
-def cache_usage(answer: bytes) -> float:
-    """Used share of the fullest KV cache. Raises: EngineError."""
+def server_load(answer: bytes) -> ServerLoad:
+    """The load of the rank with the fullest KV cache. Raises: EngineError."""
     try:
-        return max(load.token_usage for load in msgspec.json.decode(answer, type=_Loads).loads)
+        return max(msgspec.json.decode(answer, type=_Loads).loads, key=lambda load: load.token_usage)
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(f"SGLang's server returned an unknown load: {error}") from error
 

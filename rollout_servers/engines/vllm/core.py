@@ -30,7 +30,7 @@ class PressureGauge(PrometheusStatLogger):
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         """Skips the base class's, which registers a hundred metrics. So each method that vLLM calls is overridden."""
         self._usage = 0.0
-        self._preemptions = 0
+        self._running = self._waiting = self._preemptions = 0
         # A request reports its preemption when it continues, which may be after the next update.
         self._updates: deque[tuple[float, float]] = deque(maxlen=100)
 
@@ -49,7 +49,7 @@ class PressureGauge(PrometheusStatLogger):
     @property
     def pressure(self) -> Pressure:
         """The load after the last step."""
-        return Pressure(kv_cache_usage=self._usage, preemptions=self._preemptions)
+        return Pressure(self._usage, self._preemptions, self._running, self._waiting)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -64,6 +64,7 @@ class PressureGauge(PrometheusStatLogger):
         """Called by vLLM after every step."""
         if scheduler_stats is not None:
             self._usage = scheduler_stats.kv_cache_usage
+            self._running, self._waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
 
     def record_admission_rejection(self, reason: str) -> None:
         """Called by vLLM when its queue is full; the request raises that too."""

@@ -76,7 +76,8 @@ class SteppedEngine:
     @property
     def pressure(self) -> Pressure:
         """The load now."""
-        return Pressure(kv_cache_usage=self._kv_cache.usage, preemptions=self._preemptions)
+        running, waiting = self._scheduler.get_request_counts()
+        return Pressure(self._scheduler.kv_cache_manager.usage, self._preemptions, running, waiting)
 
     @property
     def idle(self) -> bool:
@@ -149,7 +150,7 @@ class SteppedEngine:
 
     def _count_preemptions(self, scheduler: Any) -> None:
         """vLLM counts them for its metrics only, which cost time at every token."""
-        self._kv_cache = scheduler.kv_cache_manager
+        self._scheduler = scheduler
         preempt = scheduler._preempt_request
 
         def counted(*arguments: Any, **named: Any) -> None:

@@ -15,7 +15,14 @@ from slipstream.buffer.wire.weights import protocol as w
 FRAMES = Path(__file__).with_name("golden_frames.json")
 
 _STATUS = m.ServerStatus(
-    server="r0", version=3, tokens_generated=1200, busy_s=7.5, up_s=8.0, engine_deaths=1, requests_restarted=2
+    server="r0",
+    version=3,
+    tokens_generated=1200,
+    busy_s=7.5,
+    up_s=8.0,
+    engine_deaths=1,
+    requests_restarted=2,
+    groups_limit=4,
 )
 _TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)
 _TRAJECTORY = m.Trajectory(

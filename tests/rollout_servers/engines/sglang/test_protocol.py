@@ -20,11 +20,12 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
-    cache_usage,
+    ServerLoad,
     generate_request,
     prompt_logprobs,
     request_id,
     server_info,
+    server_load,
 )
 from slipstream.rollout_servers.engines.sglang.server import FailedAnswer
 from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, answer, draft, recorded
@@ -144,15 +145,16 @@ def test_prompt_that_was_not_scored_is_an_error() -> None:
         prompt_logprobs(answer("score"), [3, 5, 7, 13])
 
 
-def test_usage_is_that_of_the_fullest_cache() -> None:
-    assert cache_usage(answer("loads")) == 0.0
-    assert cache_usage(b'{"loads": [{"token_usage": 0.25}, {"token_usage": 0.5}]}') == 0.5
+def test_load_is_that_of_the_fullest_cache() -> None:
+    assert server_load(answer("loads")) == ServerLoad(token_usage=0.0, num_running_reqs=0, num_waiting_reqs=0)
+    fullest = b'{"token_usage": 0.5, "num_running_reqs": 3, "num_waiting_reqs": 2}'
+    assert server_load(b'{"loads": [{"token_usage": 0.25}, %s]}' % fullest) == ServerLoad(0.5, 3, 2)
 
 
 @pytest.mark.parametrize("load", [b"{}", b'{"loads": []}'])
 def test_unknown_load_is_an_error(load: bytes) -> None:
     with pytest.raises(EngineError, match="unknown load"):
-        cache_usage(load)
+        server_load(load)
 
 
 def test_server_info_has_prompt_length_and_workers() -> None:
