@@ -87,7 +87,6 @@ async def serve(config: "RunConfig", name: str, *, until_finished: bool = False)
     crashes too often, RefusedError.
     """
     import asyncio
-    import signal
 
     from slipstream.configs.runtime.files import wait_for_file
     from slipstream.configs.runtime.logging import get_log
