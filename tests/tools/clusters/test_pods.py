@@ -43,7 +43,9 @@ def pods(cli: CommandLine, tmp_path: Path) -> Pods:
         "--nodes=2",
         "--most-servers=2",
         "run.port_base=21800",
-        "learner.checkpoint.every_steps=20",
+        "learner.steps=40",
+        "learner.checkpoint.every_steps=10",
+        "eval.tasks=16",
     ]
     assert cli("k8s", DEMO, f"--out={tmp_path / 'base'}", *arguments) == 0, cli.err
     make_keys(tmp_path / "keys")
