@@ -34,6 +34,8 @@ from slipstream.learner.weights.transports import Transports
 
 log = get_log("learner.weights")
 
+HOLDER_CHECK_S = 5.0
+"""Time between two looks at members that hold a version."""
 SILENT_AT_REST_S = 5.0
 """An idle member without a heartbeat for so long is dead, frozen or disconnected."""
 SECOND_LOOK_S = 1.0
@@ -193,12 +195,18 @@ class Distribution:
         """Serves until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._changed.wait()
-                self._changed.clear()
+                await self._wait_for_change()
                 if self._latest is not None:
                     self._prepare_ahead(self._latest, tasks)
                     self._distribute(self._latest, tasks)
                 self._account()  # after these, which read versions that would be reclaimed
+
+    async def _wait_for_change(self) -> None:
+        """Waits for a change; not for long while members hold a version, because one that dies then reports nothing."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HOLDER_CHECK_S if any(member.join.holding for member in self._roster) else None):
+                await self._changed.wait()
+        self._changed.clear()
 
     def _prepare_ahead(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
         """Prepares a new version for members that will fetch a difference: later, the version before is overwritten."""

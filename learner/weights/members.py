@@ -105,8 +105,8 @@ class Member:
 
     @property
     def holding(self) -> bool:
-        """True if it keeps its version for an evaluation: no other is sent to it."""
-        return self.join.holding
+        """True if it keeps its version for an evaluation: no other is sent to it. One that is silent may be dead."""
+        return self.join.holding and self.silent_s <= SILENT_S
 
     @property
     def silent_s(self) -> float:

@@ -173,6 +173,7 @@ def _variables(job: SlurmJob) -> list[str]:
         'readarray -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "address() { scontrol show node \"$1\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'; }",
         "first=127.0.0.1" if alone else 'first=$(address "${nodes[0]}")',
+        *(f"cores_{role.name}={_cores(job, role)}" for role in job.roles if role.name in _SIZED),
         f"port={first if base is None else base}",
         *([f"export MASTER_ADDR=$first MASTER_PORT={rendezvous}"] if rendezvous else []),
         f"python={shlex.quote(job.python)}",
@@ -183,6 +184,22 @@ def _variables(job: SlurmJob) -> list[str]:
         f'export {REDIS_PASSWORD_VARIABLE}="${{{REDIS_PASSWORD_VARIABLE}:-'
         '$("$python" -c \'import secrets; print(secrets.token_urlsafe())\')}"',
     ]
+
+
+_SIZED: Final = ("rollout", "learner")
+"""Roles with cores of their own; Redis and buffer share those of others."""
+
+
+def _cores(job: SlurmJob, role: Role) -> str:
+    """Cores of one process: by the table, or of whole nodes its share of what the job has got."""
+    if job.cpus_per_node is not None:
+        return str(role.cpus)
+    if job.gpus_per_node:
+        share = f"SLURM_CPUS_ON_NODE * {role.gpus} / {job.gpus_per_node}"
+    else:
+        on_node = [other.per_node for other in job.roles if other.name in _SIZED]
+        share = f"SLURM_CPUS_ON_NODE / {sum(on_node) if job.nodes == 1 else role.per_node}"
+    return f"$(({share} > 0 ? {share} : 1))"
 
 
 def _starts(job: SlurmJob) -> Iterator[str]:
@@ -207,14 +224,14 @@ def _step(job: SlurmJob, role: Role, nodes: range, variables: Mapping[str, str] 
         f"--ntasks={tasks}",
         f"--ntasks-per-node={tasks // len(nodes)}",
         '--nodelist="' + ",".join(f"${{nodes[{node}]}}" for node in nodes) + '"',
-        f"--cpus-per-task={role.cpus}",
+        f"--cpus-per-task={'$cores_' + role.name if role.name in _SIZED else role.cpus}",
         "--mem=0",  # all of the job's, which its steps share
-        # Redis and buffer share the cores of others.
-        "--exact" if role.name in ("rollout", "learner") else "--overlap",
+        "--exact" if role.name in _SIZED else "--overlap",
         f"--gres=gpu:{role.gpus * tasks // len(nodes)}" if role.gpus else "--gres=none",
     ]
     withheld = sorted({name for other in job.roles for name in other.secrets} - set(role.secrets))
-    environment = [f"{name}={value}" for name, value in {**role.environment, **variables}.items()]
+    threads = {"OMP_NUM_THREADS": f"$cores_{role.name}"} if role.name in _SIZED else {}
+    environment = [f"{name}={value}" for name, value in {**role.environment, **threads, **variables}.items()]
     command = ["env", *(f"-u {name}" for name in withheld), *environment]
     if role.processes > 1 and role.name == "learner":
         command += ["bash", "-c", shlex.quote(_RANK), "rank"]
@@ -236,18 +253,19 @@ step() {{
     exec srun --job-name="$name" --kill-on-bad-exit=1 --open-mode=append --output="$logs/$name.console" "$@"
 }}
 
-# end NAME: sends TERM to the processes of a step. To srun itself it would mean to kill them.
+# end NAME: sends TERM to the processes of a step; false without one. To srun itself it would mean to kill them.
 end() {{
-    local step
+    local step found=1
     for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | sed -n "s/ $1\$//p"); do
-        scancel --ctld --signal=TERM "$step"
+        scancel --ctld --signal=TERM "$step" && found=0
     done
+    return $found
 }}
 
 # keep NAME ...: starts a step again when it fails, after 1, 2, 4 ... {MOST_DELAY_S:.0f} s.
 keep() {{
     local name=$1 failures=0 child pause= code began delay
-    trap 'stopping=1; end "$name"; kill $pause 2>/dev/null' TERM
+    trap 'stopping=1; end "$name" || kill $child $pause 2>/dev/null' TERM
     while [[ ! $stopping ]]; do
         began=$SECONDS
         step "$@" & child=$!
@@ -278,8 +296,8 @@ await() {{
 checkpoint() {{ ls "$checkpoints" 2>/dev/null | sed -n 's/^step-0*\([0-9]*\)$/\1/p' | sort -n | tail -1; }}
 
 # Slurm gives notice by USR1, and sends TERM to all steps itself; `scancel --batch --signal=INT` stops the run in order.
-trap 'stopping=1 requeue=1; end learner' USR1
-trap 'stopping=1; end learner' INT
+trap 'stopping=1 requeue=1; end learner || kill $learner 2>/dev/null' USR1
+trap 'stopping=1; end learner || kill $learner 2>/dev/null' INT
 trap 'stopping=1' TERM
 """
 
@@ -292,7 +310,7 @@ while [[ ! $stopping ]]; do
         if [[ ! $stopping ]] && ! kill -0 "${{rollouts[@]}}" 2>/dev/null; then
             echo "no rollout server is left"
             stopping=1 alone=1
-            end learner
+            end learner || kill $learner 2>/dev/null
         fi
     done
     wait $learner; code=$?

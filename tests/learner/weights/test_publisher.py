@@ -146,6 +146,23 @@ def test_broadcast_waits_for_a_member_that_holds_but_not_long(learner: Learner, 
     assert learner.publisher.metrics.evictions == 0
 
 
+@pytest.mark.parametrize("transport", ["stream"])
+def test_member_that_died_while_holding_is_evicted(
+    learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.learner.weights.members.SILENT_S", 3.0)
+    monkeypatch.setattr("slipstream.learner.weights.distribution.HOLDER_CHECK_S", 0.1)
+    stays, dies = join("stays"), join("dies")
+    gathered(learner, "stays", "dies")
+    dies.holding = True
+    wait_until(lambda: any(each.holding for each in learner.publisher._roster))
+    dies.close()
+    learner.deliver(1, stays)
+    learner.wait()
+    assert learner.publisher.metrics.evictions == 1
+    gathered(learner, "stays")
+
+
 @every_transport
 def test_restarted_engine_gets_latest_version_again(learner: Learner, join: Join) -> None:
     member = join("member")

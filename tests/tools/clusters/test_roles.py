@@ -1,5 +1,6 @@
 """The table of roles: who runs on which nodes, with what, and what is refused."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,15 +86,15 @@ def test_notice_prolongs_grace() -> None:
 
 
 def test_settings_lead_to_the_hosts() -> None:
-    hosts = {"redis_host": "store", "buffer_host": "store", "learner_host": "train"}
-    settings = cluster_settings(load_config(DEMO), **hosts, ports={"redis.port": 7000, "buffer.bind": 7001})
+    settings_of = partial(cluster_settings, redis_host="store", buffer_host="store", learner_host="train")
+    settings = settings_of(load_config(DEMO), ports={"redis.port": 7000, "buffer.bind": 7001})
     config = load_config(DEMO, settings)
     assert config.redis.url == "redis://store:7000/0"
     assert (config.buffer.bind, config.buffer.endpoint) == ("tcp://0.0.0.0:7001", "tcp://store:7001")
     assert (config.weights.bind, config.weights.host) == ("0.0.0.0", "train")
     assert config.rollout.notice_s == 20
     external = load_config(DEMO, ["redis.url=redis://elsewhere:6379/0", "rollout.notice_s=90"])
-    again = load_config(DEMO, cluster_settings(external, **hosts, bind=None))
+    again = load_config(DEMO, settings_of(external, bind=None))
     assert (again.redis.url, again.rollout.notice_s) == (None, 90)
     assert (again.buffer.bind, again.weights.bind) == ("tcp://store:5555", "train")
 

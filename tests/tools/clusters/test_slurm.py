@@ -55,8 +55,10 @@ def test_job_of_one_node(render: Render, tmp_path: Path) -> None:
     steps = steps_of(script)
     assert list(steps) == ["redis", "buffer", "rollout", "learner"]
     assert "--overlap" in steps["redis"]
-    assert {"--exact", "--cpus-per-task=4", "--gres=none"} <= {*steps["rollout"]} & {*steps["learner"]}
-    assert "first=127.0.0.1" in script
+    assert {"--exact", "--gres=none"} <= {*steps["rollout"]} & {*steps["learner"]}
+    assert "--cpus-per-task=$cores_rollout" in steps["rollout"]
+    assert "OMP_NUM_THREADS=$cores_learner" in steps["learner"]
+    assert {"first=127.0.0.1", "cores_rollout=4", "cores_learner=4"} <= set(script.splitlines())
     assert "buffer.bind=tcp://127.0.0.1:$((port + 1))" in script
     assert "bash" not in steps["learner"]
 
@@ -66,10 +68,9 @@ def test_ranks_and_servers_on_gpus(render: Render) -> None:
     assert directives_of(script)["gres"] == "gpu:8"
     steps = steps_of(script)
     assert list(steps) == ["redis", "buffer", "rollout", "rollout-1", "rollout-2", "learner"]
-    assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gres=gpu:8", "--cpus-per-task=4"} <= {
-        *steps["learner"]
-    }
+    assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gres=gpu:8"} <= {*steps["learner"]}
     assert "--nodelist=${nodes[0]},${nodes[1]}" in steps["learner"]
+    assert "cores_learner=4" in script.splitlines()
     assert "export MASTER_ADDR=$first MASTER_PORT=$((port + 5))" in script
     nodes = {name: next(word for word in words if "nodelist" in word) for name, words in steps.items()}
     assert [nodes[name] for name in ("rollout", "rollout-1", "rollout-2")] == [
@@ -77,6 +78,22 @@ def test_ranks_and_servers_on_gpus(render: Render) -> None:
     ]
     assert "--gres=gpu:1" in steps["rollout-2"]
     assert "SLIPSTREAM_PROCESS=rollout-2" in steps["rollout-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rollout", "learner"),
+    [
+        (["--nodes=1"], "/ 2", "/ 2"),
+        (["--nodes=2", "rollout.servers=3"], "/ 3", "/ 1"),
+        (["--nodes=2", "--gpus-per-node=8", "rollout.engine.options={tensor_parallel_size: 2}"], "* 2 / 8", "* 1 / 8"),
+    ],
+)
+def test_whole_nodes_are_divided_by_the_job(arguments: list[str], rollout: str, learner: str, render: Render) -> None:
+    lines = render(*arguments).splitlines()
+    for name, share in (("rollout", rollout), ("learner", learner)):
+        (line,) = [line for line in lines if line.startswith(f"cores_{name}=")]
+        expression = f"SLURM_CPUS_ON_NODE {share}"
+        assert line == f"cores_{name}=$(({expression} > 0 ? {expression} : 1))"
 
 
 def test_steps_get_only_their_secrets(render: Render) -> None:
