@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from slipstream.configs.arguments import exit_code, parse_run_arguments
+from slipstream.configs.arguments import exit_code, read_run_arguments, run_parser
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.signals import exit_on_signals
 from slipstream.tools.follow import parse_lines
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    config = parse_run_arguments("Serve a run's latest figures as JSON.")
+    _, config = read_run_arguments(run_parser("Serve a run's latest figures as JSON."))
     with exit_on_signals(), serve(config.paths) as server:
         server.serve_forever()
     return 0

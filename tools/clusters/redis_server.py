@@ -7,7 +7,7 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from slipstream.configs.arguments import exit_code, parse_run_arguments
+from slipstream.configs.arguments import exit_code, read_run_arguments, run_parser
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.network import is_loopback
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redis_password
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _serve() -> int:
-    config = parse_run_arguments("Run the embedded Redis server of a run on a cluster.")
+    _, config = read_run_arguments(run_parser("Run the embedded Redis server of a run on a cluster."))
     url, bind = urlsplit(config.redis.address), urlsplit(config.buffer.bind).hostname
     if url.scheme != "redis" or url.port is None or bind is None:
         raise ConfigError(

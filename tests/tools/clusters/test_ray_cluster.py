@@ -103,9 +103,15 @@ class Run:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cores() -> tuple[int, ...]:
+    """Of the head and the other nodes."""
+    return 3, 1, 1
+
+
+@pytest.fixture
+def cluster(cores: tuple[int, ...]) -> Iterator[Cluster]:
     program = Path(__file__).with_name("ray_cluster.py")
-    command = [os.environ[RAY_PYTHON], "-W", "ignore", str(program)]
+    command = [os.environ[RAY_PYTHON], "-W", "ignore", str(program), *map(str, cores)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
@@ -137,6 +143,18 @@ def test_killed_learner_and_buffer_are_started_again(cluster: Cluster, tmp_path:
         os.kill(next(process for process, held in run.processes().items() if held == name), signal.SIGKILL)
     assert run.wait_for_end() == 0, run.output
     assert "the learner continues from the checkpoint of step 20" in run.output
+
+
+@pytest.mark.parametrize("cores", [(0, 4)], ids=["all on one node"])
+def test_lost_node_of_all_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.start(tmp_path, "learner.steps=60", "learner.checkpoint.every_steps=20")
+    run.wait_for_steps(25)
+    cluster("kill 0")
+    until_within(RUN_S, lambda: "all processes are placed again" in run.output)
+    cluster("add")
+    assert run.wait_for_end() == 0, run.output
+    (summary,) = run.folder.glob("summary.json")
+    assert json.loads(summary.read_text())["eval_score"] is not None
 
 
 def test_ctrl_c_saves_step_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
