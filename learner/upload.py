@@ -287,12 +287,11 @@ class Uploader:
                     log.info("uploaded", target=f"{self._store.url}/{upload.name}", s=time.monotonic() - started)
                 else:
                     log.warning("upload failed", name=upload.name, reason=reason, again_in_s=pause_s)
-                    self._changed.wait_for(lambda: self._stopping or self._superseded(upload), timeout=pause_s)
-                    if self._stopping:
-                        return
-                    if not self._superseded(upload):
+                    if not self._changed.wait_for(lambda: self._stopping or self._superseded(upload), timeout=pause_s):
                         pause_s = min(MOST_PAUSE_S, 2 * pause_s)
                         continue
+                    if not self._superseded(upload):
+                        return
                     self._give_up(upload, f"a newer checkpoint was saved; {reason}")
                 self._running = None
                 self._changed.notify_all()
@@ -300,7 +299,7 @@ class Uploader:
             return
 
     def _superseded(self, upload: _Upload) -> bool:
-        return upload.step is not None and self._checkpoint is not None
+        return not self._stopping and upload.step is not None and self._checkpoint is not None
 
     def _linked(self, folder: Path) -> Path:
         """A folder with hard links to a checkpoint's files; the checkpoint itself where there can be none."""
