@@ -109,8 +109,10 @@ class RunStore:
 
     def fetch(self, name: str, folder: Path) -> None:
         """Copies a complete copy into a new folder. Raises: also DamagedError."""
-        folder.mkdir(parents=True)
-        for file, stored in (self.manifest(name) or {}).items():
+        files = self.manifest(name)
+        if not files:
+            raise DamagedError(f"{self.url}/{name}/{MANIFEST} can't be read")
+        for file, stored in files.items():
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -121,10 +123,13 @@ class RunStore:
                 raise DamagedError(f"{self.url}/{name}/{file} has another size or checksum than in {MANIFEST}")
             fsync_path(path)
 
-    def prune(self, *, keep: int) -> None:
-        """Removes all complete checkpoints but the latest `keep`."""
-        for step in self.steps()[:-keep]:
-            folder = f"{self._root}/{CHECKPOINTS}/{checkpoint_name(step)}"
+    def prune(self, *, keep: int, step: int) -> None:
+        """Removes complete checkpoints of up to `step` steps, but for the latest `keep` of them.
+
+        Later ones may be of steps that were undone, and lie there until the run has come so far again.
+        """
+        for old in [stored for stored in self.steps() if stored <= step][:-keep]:
+            folder = f"{self._root}/{CHECKPOINTS}/{checkpoint_name(old)}"
             self._files.rm_file(f"{folder}/{MANIFEST}")  # first: without it the rest is no checkpoint
             self._files.rm(folder, recursive=True)
 
@@ -152,7 +157,7 @@ def fetch_checkpoint(store: RunStore, paths: RunPaths) -> int | None:
                 store.fetch(f"{CHECKPOINTS}/{target.name}", partial)
         except DamagedError as error:
             log.error("checkpoint in the store not used", step=step, reason=str(error))
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             continue
         partial.rename(target)
         fsync_path(paths.checkpoints)
@@ -208,9 +213,6 @@ class Uploader:
         self._stopping = False
         self.counts: Counter[str] = Counter(completed=0, given_up=0)
         shutil.rmtree(self._links, ignore_errors=True)
-        steps = checkpoint_steps(paths.checkpoints)
-        if steps:  # its copy may have been cut off
-            self.checkpoint(steps[-1])
         threading.Thread(target=self._run, name="upload", daemon=True).start()
 
     def checkpoint(self, step: int) -> None:
@@ -258,39 +260,38 @@ class Uploader:
                 if self._stopping:
                     return
                 if self._checkpoint is not None:
-                    upload, self._checkpoint = self._checkpoint, None
+                    self._running, self._checkpoint = self._checkpoint, None
                 else:
-                    upload, self._model = self._model, None
-                self._running = upload
+                    self._running, self._model = self._model, None
+                upload = self._running
             assert upload is not None, "one waits"
             self._copy(upload)
 
     def _copy(self, upload: _Upload) -> None:
         """Copies until it succeeds, a newer checkpoint waits, or the uploader stops."""
         source = upload.folder if upload.step is None else self._linked(upload.folder)
-        pause_s, reason = FIRST_PAUSE_S, None
+        pause_s = FIRST_PAUSE_S
         while True:
-            started = time.monotonic()
+            started, reason = time.monotonic(), ""
             try:
                 self._store.put(source, upload.name, done=upload.done)
                 if upload.step is not None:
-                    self._store.prune(keep=self._keep)
+                    self._store.prune(keep=self._keep, step=upload.step)
             except Exception as error:  # noqa: BLE001  (each store's client has its own errors)
                 reason = f"{type(error).__name__}: {error}"
             with self._changed:
                 if self._stopping:  # counted by `finish`
                     return
-                if reason is None:
+                if not reason:
                     self.counts["completed"] += 1
                     log.info("uploaded", target=f"{self._store.url}/{upload.name}", s=time.monotonic() - started)
                 else:
                     log.warning("upload failed", name=upload.name, reason=reason, again_in_s=pause_s)
-                    self._changed.wait_for(lambda: self._stopping or self._superseded(upload), timeout=pause_s)
-                    if self._stopping:
-                        return
-                    if not self._superseded(upload):
-                        pause_s, reason = min(MOST_PAUSE_S, 2 * pause_s), None
+                    if not self._changed.wait_for(lambda: self._stopping or self._superseded(upload), timeout=pause_s):
+                        pause_s = min(MOST_PAUSE_S, 2 * pause_s)
                         continue
+                    if not self._superseded(upload):
+                        return
                     self._give_up(upload, f"a newer checkpoint was saved; {reason}")
                 self._running = None
                 self._changed.notify_all()
@@ -298,7 +299,7 @@ class Uploader:
             return
 
     def _superseded(self, upload: _Upload) -> bool:
-        return upload.step is not None and self._checkpoint is not None
+        return not self._stopping and upload.step is not None and self._checkpoint is not None
 
     def _linked(self, folder: Path) -> Path:
         """A folder with hard links to a checkpoint's files; the checkpoint itself where there can be none."""

@@ -1,10 +1,11 @@
 """The learner: batch, loss, optimizer, checkpoints."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.registry import Registry
 from slipstream.configs.schema.algorithms import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
@@ -253,10 +254,17 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy of the state in the host's memory; the groups up to their
     step are kept until they are complete. The last one is waited for."""
-    upload: str | None = Field(default=None, pattern=r"^[a-z0-9+.-]+://[^@\s]+$", max_length=1000)
+    upload: str | None = None
     """Address of an object store (fsspec), such as `s3://bucket/prefix` with the extra `s3`: complete checkpoints, the
     latest `keep`, and the trained model are copied to `<upload>/<run.name>` while training goes on, and a learner whose
     run folder has no checkpoint fetches the latest. Credentials come from its environment alone."""
+
+    @field_validator("upload")
+    @classmethod
+    def _is_address(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"[a-z0-9+.-]+://[^@\s]+", url):
+            raise ValueError("is no address such as s3://bucket/prefix, without a user or a password")
+        return url
 
 
 class RlConfig(NamedSection):

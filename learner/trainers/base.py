@@ -105,6 +105,8 @@ class Trainer(ABC, Generic[Batch]):
         restored = load_checkpoint(self.config.paths.checkpoints, self.models.trained, self.world, type(self.state))
         if restored is not None:
             self.state, self.saved_step = restored, restored.step
+            if self.uploads is not None:  # its copy may have been cut off
+                self.uploads.checkpoint(restored.step)
         self.start(resumed=restored is not None)
         try:
             self._train()

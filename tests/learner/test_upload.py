@@ -99,13 +99,15 @@ def test_latest_sound_checkpoint_is_fetched_into_a_new_folder(url: str, paths: R
     change(url, f"checkpoints/step-000005/{MANIFEST}", None)
     change(url, "checkpoints/step-000004/__0_0.distcp", b"000004" * 9_999 + b"000005")
     change(url, "checkpoints/step-000003/more/state.json", None)
-    assert store.steps() == [1, 2, 3, 4]
+    put(store, save(paths, 6))
+    change(url, f"checkpoints/step-000006/{MANIFEST}", b"{")
+    assert store.steps() == [1, 2, 3, 4, 6]
     assert fetch_checkpoint(store, new) == 2
     assert checkpoint_steps(new.checkpoints) == [2]
     assert content(new.checkpoints / "step-000002") == content(saved[2])
     assert fetch_checkpoint(store, new) is None
-    store.prune(keep=1)
-    assert store.steps() == [4]
+    store.prune(keep=1, step=3)
+    assert store.steps() == [3, 4, 6]
     with pytest.raises(StoreError, match="none of the checkpoints"):
         fetch_checkpoint(store, RunPaths(tmp_path / "another"))
 
@@ -157,6 +159,7 @@ def test_failed_copy_is_repeated(paths: RunPaths) -> None:
     store = Store(failures=3)
     save(paths, 1)
     uploads = Uploader(store, paths, keep=1)
+    uploads.checkpoint(1)
     (paths.export / "tokenizer").mkdir(parents=True)
     (paths.export / "tokenizer" / "vocabulary.json").write_text("{}")
     uploads.model()
@@ -190,6 +193,7 @@ def test_failing_copy_is_given_up_for_a_newer_checkpoint(paths: RunPaths, monkey
     store = Store(failures=1)
     save(paths, 1)
     uploads = Uploader(store, paths, keep=2)
+    uploads.checkpoint(1)
     assert store.started.wait(PATIENCE_S)
     save(paths, 2)
     uploads.checkpoint(2)
@@ -203,6 +207,7 @@ def test_finish_does_not_wait_beyond_its_deadline(paths: RunPaths) -> None:
     store.open.clear()
     save(paths, 1)
     uploads = Uploader(store, paths, keep=1)
+    uploads.checkpoint(1)
     assert store.started.wait(PATIENCE_S)
     uploads.finish(deadline_s=0.01)
     assert uploads.counts == {"completed": 0, "given_up": 1}

@@ -90,7 +90,7 @@ if [ -d "${PIP_FIND_LINKS:-}" ]; then
     python3 -u -m http.server --bind 127.0.0.1 --directory "$PIP_FIND_LINKS" "$(cat "$folder/port" 2>/dev/null || echo 0)" \
         >"$temporary/http" 2>/dev/null &
     echo $! >"$temporary/http.pid"
-    deadline_s=60 wait_for "server of wheels" grep -q 'port [0-9]' "$temporary/http"
+    deadline_s=60 wait_for "server of wheels" grep -qs 'port [0-9]' "$temporary/http"
     sed -n 's/.* port \([0-9]*\) .*/\1/p' "$temporary/http" >"$folder/port"
     PIP_FIND_LINKS=http://127.0.0.1:$(cat "$folder/port")/
     export PIP_FIND_LINKS
