@@ -171,7 +171,7 @@ def _varlen_of_groups(lengths: Sequence[int]) -> Attend:
     options: dict[str, Any] = {"enable_gqa": True} if attention_kernels._TAKES_GROUPS else {}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        states = (each[0].transpose(0, 1) for each in (query, key, value))
-        return varlen_attn(*states, ends, ends, max(lengths), max(lengths), window_size=(-1, 0), **options)
+        query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+        return varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), window_size=(-1, 0), **options)
 
     return attend

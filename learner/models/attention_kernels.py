@@ -149,8 +149,11 @@ def varlen(
         ends = sequence_ends(tuple(lengths), query.device)
     # The kernel counts the tokens before the query's own.
     before = -1 if window is None or window >= longest else window - 1
+    query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query, key, value))
     out_THD: Any = varlen_attn(
-        *(states[0].transpose(0, 1) for states in (query, key, value)),
+        query_THD,
+        key_THD,
+        value_THD,
         ends,
         ends,
         longest,
@@ -186,7 +189,7 @@ def flex(
     padded = (F.pad(states, (0, 0, 0, mask.seq_lengths[0] - tokens)) for states in (query, key, value))
     cap = None if softcap is None else _capped(softcap, query.device)
     out, logsumexp = _compiled_flex()(*padded, mask, scaling, cap, sinks_H is not None)
-    if sinks_H is not None:
+    if sinks_H is not None and logsumexp is not None:
         # The sink adds to the sum of the exponentials, and nothing to the output.
         out = out * torch.sigmoid(logsumexp - sinks_H.to(logsumexp.dtype)[None, :, None])[..., None].to(out.dtype)
     attended: Tensor = out[:, :, :tokens].transpose(1, 2)
@@ -250,14 +253,16 @@ def block_mask(lengths: tuple[int, ...], window: int | None, device: torch.devic
     whole_GG = (key_1G >= whole_G[:, None]) & (key_1G < query_G1)
     part_GG = (key_1G >= seen_G[:, None]) & (key_1G <= query_G1) & ~whole_GG
     tables = (*_block_table(part_GG), *_block_table(whole_GG))
-    visible_from_T, *on_device = (moved(torch.from_numpy(each), device) for each in (first_T, *tables))
+    visible_from_T, part_counts, parts, whole_counts, wholes = (
+        moved(torch.from_numpy(each), device) for each in (first_T, *tables)
+    )
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= visible_from_T[query])
 
-    lengths_of_all = (len(first_T), len(first_T))
+    size = (len(first_T), len(first_T))
     mask: BlockMask = BlockMask.from_kv_blocks(
-        *on_device, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths_of_all
+        part_counts, parts, whole_counts, wholes, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
     )
     return mask
 
@@ -266,9 +271,11 @@ def _first_visible(lengths: Sequence[int], window: int | None) -> NDArray[np.int
     """The first token that each one may see, for tokens padded to whole blocks."""
     tokens = sum(lengths)
     padded = [*lengths, max(_FEWEST_BLOCKS * BLOCK - tokens, -tokens % BLOCK)]
-    ends = np.cumsum(padded)
-    starts_T = np.repeat(ends - padded, padded)
-    return starts_T if window is None else np.maximum(starts_T, np.arange(len(starts_T)) - window + 1)
+    starts_T: NDArray[np.int64] = np.repeat(np.cumsum(padded) - padded, padded)
+    if window is None:
+        return starts_T
+    first_T: NDArray[np.int64] = np.maximum(starts_T, np.arange(len(starts_T)) - window + 1)
+    return first_T
 
 
 def _block_table(chosen_GG: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -97,17 +97,17 @@ def test_compiled_flex_attention_equals_masked_attention(softcap: float | None) 
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     for lengths, window in zip(LONG, [None, None, 100, 300, 3], strict=True):
-        states = [each.float() for each in random_states(lengths, heads=4, key_heads=2)]
+        query, key, value = (each.float() for each in random_states(lengths, heads=4, key_heads=2))
         with caching:
-            found = attended(*states, lengths, window=window, scaling=0.3, softcap=softcap)
-        torch.testing.assert_close(found, masked_attention(*states, lengths, 0.3, window, softcap))  # type: ignore[misc]
+            found = attended(query, key, value, lengths, window=window, scaling=0.3, softcap=softcap)
+        torch.testing.assert_close(found, masked_attention(query, key, value, lengths, 0.3, window, softcap))
     assert graphs["unique_graphs"] - before <= 1, "compiled again for other lengths"
 
 
 def test_flex_attention_that_is_not_compiled_is_refused() -> None:
-    states = [each.detach() for each in random_states([5], heads=2, key_heads=1)]
+    query, key, value = (each.detach() for each in random_states([5], heads=2, key_heads=1))
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"learner\.attention=segments"):
-        flex(*states, [5], window=None, scaling=1.0)
+        flex(query, key, value, [5], window=None, scaling=1.0)
 
 
 @torch.no_grad()
@@ -136,8 +136,8 @@ def reference_varlen(
     assert query.shape[-1] == value.shape[-1], "the kernel takes values of the keys' size"
     assert given.get("enable_gqa") or query.shape[1] == key.shape[1]
     before = given["window_size"][0]
-    heads_first = (each.transpose(0, 1)[None] for each in (query, key, value))
-    return masked_attention(*heads_first, lengths, given["scale"], None if before < 0 else before + 1)[0]
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return masked_attention(query, key, value, lengths, given["scale"], None if before < 0 else before + 1)[0]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -167,11 +167,11 @@ def test_varlen_attention_equals_that_by_segments(
 def test_selective_checkpointing_keeps_results_of_the_kernel() -> None:
     kept, _ = _selective_contexts()
     with FakeTensorMode():
-        states = [torch.empty(32, 4, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
+        query, key, value = (torch.empty(32, 4, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         ends = torch.zeros(3, dtype=torch.int32)
         with kept:
-            out = varlen_attn(*states, ends, ends, 16, 16, window_size=(-1, 0))
+            out = varlen_attn(query, key, value, ends, ends, 16, 16, window_size=(-1, 0))
         assert isinstance(out, Tensor) and out.shape == (32, 4, 64)
         out.sum().backward()
-        assert [each.grad.shape for each in states if each.grad is not None] == 3 * [(32, 4, 64)]
+        assert [each.grad.shape for each in (query, key, value) if each.grad is not None] == 3 * [(32, 4, 64)]
     assert list(kept.storage) == [torch.ops.torch_attn._varlen_attn.default]

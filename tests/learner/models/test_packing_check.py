@@ -110,7 +110,7 @@ def test_check_restores_model_and_random_state(world: World, make_config: MakeCo
     random_before = torch.get_rng_state()
     model = load(make_config(), world, dtype)
     assert torch.equal(torch.get_rng_state(), random_before)
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == make_config().learner.attention
     for name, parameter in model.named_parameters():  # what an optimizer gets
         assert isinstance(parameter, DTensor) == (dtype != "float32"), name  # a single fp32 rank has no shards
         assert parameter.dtype == torch.float32, name
