@@ -20,7 +20,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout_servers", "models", "buffer", "rewards", "env", "sandbox", "configs", "tools")
 SHIPPED = (".py", ".lua", ".yaml", ".typed")
-NOT_SOURCES = (".git", ".venv", ".links", ".sglang", ".oldest", ".*_cache", "runs", "build", "dist", "__pycache__", "*.egg-info")
+NOT_SOURCES = (
+    ".git", ".venv", ".links", ".oldest", ".sglang", ".*_cache", "runs", "build", "dist", "__pycache__", "*.egg-info",
+)  # fmt: skip
 NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton"}
 """See the head of constraints.txt."""
 

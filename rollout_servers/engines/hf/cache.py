@@ -259,13 +259,17 @@ class Slots:
         """True if there is memory for so many answers, the longest of so many tokens."""
         return self._bytes(rows, tokens) <= self._budget_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """Size of the cache of one answer."""
+        return self._bytes(1, self._max_tokens + MARGIN)
+
     def limit(self, budget_bytes: int) -> None:
         """Takes no more memory than this. Raises: ConfigError when that is too little for an answer."""
-        least = self._bytes(1, self._max_tokens + MARGIN)
-        if budget_bytes < least:
+        if budget_bytes < self.least_bytes:
             raise ConfigError(
                 f"a KV cache of {budget_bytes} bytes has no room for one answer of rollout.engine.max_model_len="
-                f"{self._max_tokens}, which needs {least}: lower it, or raise rollout.engine.kv_cache_bytes"
+                f"{self._max_tokens}, which needs {self.least_bytes}: lower it, or raise rollout.engine.kv_cache_bytes"
             )
         self._budget_bytes = min(self._budget_bytes, budget_bytes)
 

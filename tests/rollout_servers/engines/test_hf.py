@@ -40,7 +40,6 @@ from slipstream.rollout_servers.engines.base import (
     UpdateFailed,
 )
 from slipstream.rollout_servers.engines.hf import engine as stepping
-from slipstream.rollout_servers.engines.hf.cache import MARGIN
 from slipstream.rollout_servers.engines.hf.engine import HfEngine, InFlight, Stepper
 from slipstream.rollout_servers.engines.hf.graphs import StepGraphs
 from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
@@ -202,8 +201,8 @@ def test_answers_without_memory_are_preempted_and_exact(architecture: str, tmp_p
     model.save_pretrained(tmp_path)
     stepper = stepper_of(HfModel(settings(tmp_path)), max_model_len=120)
     slots = stepper._batch.slots
-    slots.limit(slots._bytes(1, 120 + MARGIN))  # the least
-    for answer in finish(stepper, [1, 100, 20, 80, 7, 60]):
+    slots.limit(3 * slots.least_bytes)
+    for answer in finish(stepper, [100, 100, 1, 90, 100, 95, 100]):
         assert distance(answer, model, PROMPT) < EXACT
     assert stepper.preemptions > 0
     assert stepper.usage == 0
