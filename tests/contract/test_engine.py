@@ -200,7 +200,7 @@ async def test_preempted_requests_are_counted_and_exact(subject: Subject) -> Non
     if not subject.kind.preempts:
         pytest.skip("this engine has room for all requests that it runs")
     before = (await subject.engine.pressure()).preemptions
-    answers = await subject.answers(samples=40, max_tokens=200)
+    answers = await subject.answers(samples=48, max_tokens=200)
     assert (await subject.engine.pressure()).preemptions > before
     assert {len(answer.token_ids) for answer in answers} == {200}
     assert all(map(subject.faithful, answers[::8]))

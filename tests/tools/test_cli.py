@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -63,6 +63,18 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"slipstream {version('slipstream')}\n"
+
+
+def test_checkout_that_is_not_installed_has_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert "not installed" in capsys.readouterr().out
 
 
 def test_ctrl_c_in_a_command_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:

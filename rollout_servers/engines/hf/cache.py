@@ -61,11 +61,13 @@ class SlotLayer(CacheLayerMixin):
     the column `_offset` of the grid.
     """
 
+    keys: Tensor
+    values: Tensor
     is_compileable = True  # else masks are inspected, and the GPU waited for, at each token
 
     def __init__(self, grid: Grid, probe: Any) -> None:
         """`probe`: the same layer of a cache with tokens."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.grid = grid
         self.window: int | None = getattr(probe, "sliding_window", None)
         self.is_sliding = self.window is not None
@@ -79,7 +81,7 @@ class SlotLayer(CacheLayerMixin):
 
     def bytes(self, rows: int, columns: int) -> int:
         """Size of a grid in this layer."""
-        numbers = sum(heads * size for heads, size in self._shapes)
+        numbers: int = sum(heads * size for heads, size in self._shapes)
         return rows * self._columns(columns) * numbers * self._storage[0].itemsize
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -168,7 +170,7 @@ class SlotLayer(CacheLayerMixin):
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+class StateLayer(LinearAttentionLayer):
     """The states of a layer that keeps as much of any number of tokens, so that there is nothing to preallocate."""
 
     def __init__(self, probe: Any) -> None:
@@ -196,7 +198,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
 
-class HybridLayer(StateLayer, SlotLayer):
+class HybridLayer(StateLayer, SlotLayer):  # type: ignore[override]
     """The cache of a layer with attention and states side by side."""
 
     def __init__(self, grid: Grid, probe: Any) -> None:
@@ -259,13 +261,17 @@ class Slots:
         """True if there is memory for so many answers, the longest of so many tokens."""
         return self._bytes(rows, tokens) <= self._budget_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """Size of the cache of one answer."""
+        return self._bytes(1, self._max_tokens + MARGIN)
+
     def limit(self, budget_bytes: int) -> None:
         """Takes no more memory than this. Raises: ConfigError when that is too little for an answer."""
-        least = self._bytes(1, self._max_tokens + MARGIN)
-        if budget_bytes < least:
+        if budget_bytes < self.least_bytes:
             raise ConfigError(
                 f"a KV cache of {budget_bytes} bytes has no room for one answer of rollout.engine.max_model_len="
-                f"{self._max_tokens}, which needs {least}: lower it, or raise rollout.engine.kv_cache_bytes"
+                f"{self._max_tokens}, which needs {self.least_bytes}: lower it, or raise rollout.engine.kv_cache_bytes"
             )
         self._budget_bytes = min(self._budget_bytes, budget_bytes)
 

@@ -178,7 +178,7 @@ class Batch:
             self.slots.limit(limits.kv_cache_bytes or int(FREE_SHARE * free))
             self.slots.reserve()
         else:
-            self.slots.limit(limits.kv_cache_bytes or CPU_KV_CACHE_BYTES)
+            self.slots.limit(limits.kv_cache_bytes or max(CPU_KV_CACHE_BYTES, self.slots.least_bytes))
         self._graphs = StepGraphs.of(policy, self.slots)
 
     def add(self, sequences: Sequence[Sequence[int]]) -> Tensor:

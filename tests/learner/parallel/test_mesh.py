@@ -1,7 +1,10 @@
 """The device mesh and its axes, and the store of the ranks."""
 
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import ParallelConfig
 from slipstream.learner.parallel.mesh import MeshSizes, build_mesh, join_world, leave_world
+from slipstream.learner.parallel.plans import parallelise
 from tests.conftest import free_port
 
 RANKS = 8
@@ -79,3 +83,12 @@ def test_store_at_foreign_address_is_refused(rank_0: Callable[[str], int]) -> No
     port = rank_0("192.0.2.1")
     with pytest.raises(ConfigError, match=rf"192\.0\.2\.1:{port}.*MASTER_ADDR"):
         join_world()
+
+
+def test_axes_that_older_transformers_lack_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)  # imports of it fail
+    alone: Any = SimpleNamespace(sizes=MeshSizes(), expert_mesh=None)
+    parallelise(None, alone)
+    several: Any = SimpleNamespace(sizes=MeshSizes(tp=2), expert_mesh=None)
+    with pytest.raises(ConfigError, match=r"tp=2, ep=1 need transformers .* and \d"):
+        parallelise(None, several)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.hf import engine as stepping
 from slipstream.rollout_servers.engines.hf.engine import HfEngine, InFlight, Stepper
+from slipstream.rollout_servers.engines.hf.graphs import StepGraphs
 from slipstream.rollout_servers.engines.hf.model import Batch, HfModel, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
@@ -178,6 +179,78 @@ def test_answers_that_join_and_leave_a_batch_are_exact(
         for answer in request.completions():
             assert (answer.finish_reason, len(answer.token_ids)) == ("length", request.max_tokens)
             assert distance(answer, model, prompt) < EXACT
+
+
+def finish(stepper: Stepper, lengths: Sequence[int]) -> list[Completion]:
+    """One answer of each length to `PROMPT`."""
+    requests = [in_flight(PROMPT, 1, length) for length in lengths]
+    for request in requests:
+        stepper.add(request)
+    while not stepper.idle:
+        stepper.step()
+    answers = [answer for request in requests for answer in request.completions()]
+    assert [len(answer.token_ids) for answer in answers] == list(lengths)
+    return answers
+
+
+@pytest.mark.parametrize("architecture", ["attention", "sliding-window", "convolution"])
+@pytest.mark.filterwarnings("ignore")
+@torch.inference_mode()
+def test_answers_without_memory_are_preempted_and_exact(architecture: str, tmp_path: Path) -> None:
+    model = model_of(architecture, 0)
+    model.save_pretrained(tmp_path)
+    stepper = stepper_of(HfModel(settings(tmp_path)), max_model_len=120)
+    slots = stepper._batch.slots
+    slots.limit(3 * slots.least_bytes)
+    for answer in finish(stepper, [100, 100, 1, 90, 100, 95, 100]):
+        assert distance(answer, model, PROMPT) < EXACT
+    assert stepper.preemptions > 0
+    assert stepper.usage == 0
+
+
+@torch.inference_mode()
+def test_steps_of_fixed_shape_are_exact(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that is recorded on a GPU, called anew here for each replay."""
+    forms: list[tuple[int, ...]] = []
+
+    def capture(forward: Callable[[], Tensor], pool: object) -> tuple[Tensor, Callable[[], None]]:
+        grid, logits_RV = stepper._batch.slots.grid, forward()
+        forms.append((len(logits_RV), grid.columns))
+
+        def replay() -> None:
+            grid.cursor = graphs._cursor
+            logits_RV.copy_(forward())
+            grid.cursor = None
+
+        return logits_RV, replay
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr("slipstream.rollout_servers.engines.hf.graphs.capture", capture)
+    stepper = stepper_of(policy)
+    graphs = stepper._batch._graphs = StepGraphs(policy, stepper._batch.slots)
+    for answer in finish(stepper, [1, 3, 60, 20, 25, 7]):
+        assert distance(answer, model_of("attention", 0), PROMPT) < EXACT
+    assert {rows for rows, _ in forms} == {1, 2, 4, 8}
+    assert len(forms) == len(set(forms))  # a replay for all other steps
+
+
+@torch.inference_mode()
+def test_failed_capture_is_no_failed_step(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr("slipstream.rollout_servers.engines.hf.graphs.capture", refuse)
+    stepper = stepper_of(policy)
+    stepper._batch._graphs = StepGraphs(policy, stepper._batch.slots)
+    for answer in finish(stepper, [9, 5]):
+        assert distance(answer, model_of("attention", 0), PROMPT) < EXACT
+
+
+@torch.inference_mode()
+def test_cache_without_room_for_one_answer_is_refused(policy: HfModel) -> None:
+    with pytest.raises(ConfigError, match=r"1048576 .*max_model_len=100000.*kv_cache_bytes"):
+        Batch(policy, EngineConfig(max_model_len=100_000, kv_cache_bytes=1 << 20))
 
 
 @pytest.fixture
