@@ -90,7 +90,8 @@ class ConcurrencyLimiter:
         self._group_size = group_size
         self._max_sequences = max_sequences
         self._finished = self._preemptions = 0
-        self._restart()
+        self._recently_finished = self._recently_preempted = 0
+        self._load: Load | None = None
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "ConcurrencyLimiter":
@@ -117,7 +118,7 @@ class ConcurrencyLimiter:
         self._recently_preempted += pressure.preemptions - started
         self._finished, self._preemptions = finished, pressure.preemptions
         if groups > self.limit:
-            self._restart()
+            self.pause()
             return None
         if pressure.running:
             reading = Load(pressure.kv_cache_usage, pressure.running, pressure.waiting, groups)
@@ -128,8 +129,9 @@ class ConcurrencyLimiter:
         return None if wanted == self.limit else self._moved(wanted, cause)
 
     def pause(self) -> None:
-        """The load is not that of groups for a while: readings begin anew."""
-        self._restart()
+        """Forgets earlier readings, because the load is not that of `limit` groups."""
+        self._load = None
+        self._recently_finished = self._recently_preempted = 0
 
     def _wanted(self, *, saturated: bool) -> tuple[int, Cause]:
         """The limit that the load asks for, and its cause; `saturated` if as many groups are in flight as may be."""
@@ -152,12 +154,9 @@ class ConcurrencyLimiter:
 
     def _moved(self, limit: int, cause: Cause) -> Move:
         self.move = Move(self.limit, limit, cause)
-        if limit < self.limit:
-            self._restart()
-        self._recently_finished = self._recently_preempted = 0
+        if cause is Cause.ROOM:
+            self._recently_finished = self._recently_preempted = 0
+        else:
+            self.pause()
         self.limit = limit
         return self.move
-
-    def _restart(self) -> None:
-        self._load: Load | None = None
-        self._recently_finished = self._recently_preempted = 0
