@@ -146,12 +146,13 @@ class ConcurrencyLimiter:
             return max(1, min(limit - 1, int(limit * DECREASE))), Cause.PREEMPTED
         if not load or not saturated or rate > PREEMPTED / 2 or load.waiting > queue / 2:
             return limit, Cause.ROOM
-        sequences = min(load.running / max(load.cache, 1e-9), self._max_sequences + queue / 2)
+        sequences = min(load.running / max(load.cache, 1e-9), self._max_sequences) + queue / 2
         factor = load.groups * sequences / (load.running + load.waiting) / limit
         if factor < LEAST_GROWTH:
             return limit, Cause.ROOM
         clock = min(self._recently_finished, limit)
-        return min(self._most, limit + int(clock * min(MOST_GROWTH, factor - 1))), Cause.ROOM
+        gain = int(clock * min(MOST_GROWTH, factor - 1)) or int(clock == limit)
+        return min(self._most, limit + gain), Cause.ROOM
 
     def _moved(self, limit: int, cause: Cause) -> Move:
         self.move = Move(self.limit, limit, cause)

@@ -31,8 +31,9 @@ def limiter(start: int, most: int = SEQUENCES, *, group_size: int = SIZE) -> Con
         (ROOMY, 16, 0, 16, None),
         (ROOMY, 15, 16, 16, None),  # there was no ticket for another one
         (Pressure(0.02, 0, running=64), 16, 16, 64, Cause.ROOM),
-        (Pressure(0.97, 0, running=64), 16, 16, 16, None),
-        (Pressure(0.25, 0, running=512), 16, 16, 16, None),  # all sequences
+        (Pressure(0.97, 0, running=64), 16, 16, 17, Cause.ROOM),  # until some wait
+        (Pressure(0.97, 0, running=64, waiting=5), 16, 16, 16, None),
+        (Pressure(0.25, 0, running=512, waiting=26), 16, 16, 16, None),  # all sequences
         (Pressure(0.25, 0, running=64, waiting=9), 16, 16, 16, None),  # for something else
         (Pressure(0.97, 0, running=64, waiting=8), 16, 16, 16, None),  # these keep the engine busy
         (FULL, 16, 0, 8, Cause.QUEUE),
@@ -97,7 +98,7 @@ def test_a_configured_number_is_not_exceeded_and_falls_with_the_engine() -> None
 def test_a_new_engines_preemptions_count_from_zero() -> None:
     subject = limiter(16)
     moves = [
-        subject.observe(Pressure(0.97, count, running=64), groups=16, finished=16 * number)
+        subject.observe(Pressure(0.97, count, running=64, waiting=5), groups=16, finished=16 * number)
         for number, count in enumerate((100, 100, 5, 5, 262))
     ]
     assert [move and move.limit for move in moves] == [None] * 4 + [14]
