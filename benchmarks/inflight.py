@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import math
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +177,8 @@ async def measure_cases(config: RunConfig, model: Path, options: argparse.Namesp
             limiter = ConcurrencyLimiter(start, SEQUENCES, group_size=GROUP_SIZE, max_sequences=SEQUENCES)
             result = await run(metered, limiter if adapts else None, start, steps=options.steps)
             results[name].append(result)
-            print(f"{name:>14}: {result.whole}, {result.age_steps:.0f} steps {result.limits}", flush=True)
+            moves = f", limits {result.limits}" if adapts else ""
+            print(f"{name}: {result.whole.tokens_per_step:.1f} tokens per step{moves}", file=sys.stderr, flush=True)
     finally:
         await engine.close()
     return results
@@ -186,7 +188,7 @@ def figures_of(results: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
     """A row for each case, and the speed of `auto` as a share of the best fixed number's."""
 
     def middle(name: str, part: str, key: str) -> float:
-        return median(getattr(getattr(result, part), key) for result in results[name])
+        return float(median(getattr(getattr(result, part), key) for result in results[name]))
 
     fixed = [name for name in results if name.startswith("fixed")]
     best = {

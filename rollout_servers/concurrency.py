@@ -24,9 +24,9 @@ CACHE_FULL: Final = 0.8
 """Used share of the KV cache from which requests wait for it, and not for another limit of the engine."""
 QUEUE_SHARE: Final = 0.1
 """Waiting requests that keep the engine busy when others end, as a share of the running ones; at least a group's."""
-PREEMPTED_ONCE: Final = 1.0
+PREEMPTED: Final = 2.0
 """Preemptions per answer above which the limit falls; at half of that it no longer grows. A preempted request is the
-youngest one: it costs little, and an engine with a full cache always preempts some."""
+youngest one, which costs little: the fastest fixed limits have one preemption per answer."""
 LEAST_FACTOR: Final = 0.5
 DECREASE: Final = 0.9
 """Factors of the limit: the least one for a queue, and that for preemptions."""
@@ -89,8 +89,10 @@ class ConcurrencyLimiter:
         self._most = most
         self._group_size = group_size
         self._max_sequences = max_sequences
-        self._finished = self._preemptions = 0
-        self._restart()
+        self._finished = 0
+        self._preemptions: int | None = None
+        self._recently_finished = self._recently_preempted = 0
+        self._load: Load | None = None
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "ConcurrencyLimiter":
@@ -112,12 +114,12 @@ class ConcurrencyLimiter:
             finished: groups that have finished since the server's start.
         """
         self._recently_finished += finished - self._finished
+        known = pressure.preemptions if self._preemptions is None else self._preemptions
         # A lower count is that of a new engine.
-        started = self._preemptions if pressure.preemptions >= self._preemptions else 0
-        self._recently_preempted += pressure.preemptions - started
+        self._recently_preempted += pressure.preemptions - (known if known <= pressure.preemptions else 0)
         self._finished, self._preemptions = finished, pressure.preemptions
         if groups > self.limit:
-            self._restart()
+            self.pause()
             return None
         if pressure.running:
             reading = Load(pressure.kv_cache_usage, pressure.running, pressure.waiting, groups)
@@ -128,8 +130,9 @@ class ConcurrencyLimiter:
         return None if wanted == self.limit else self._moved(wanted, cause)
 
     def pause(self) -> None:
-        """The load is not that of groups for a while: readings begin anew."""
-        self._restart()
+        """Forgets earlier readings, because the load is not that of `limit` groups."""
+        self._load = None
+        self._recently_finished = self._recently_preempted = 0
 
     def _wanted(self, *, saturated: bool) -> tuple[int, Cause]:
         """The limit that the load asks for, and its cause; `saturated` if as many groups are in flight as may be."""
@@ -139,25 +142,23 @@ class ConcurrencyLimiter:
         if load and load.waiting > queue and load.cache > CACHE_FULL:
             fitting = load.groups * (load.running + queue / 2) / (load.running + load.waiting)
             return max(1, min(limit - 1, max(int(limit * LEAST_FACTOR), int(fitting)))), Cause.QUEUE
-        if rate > PREEMPTED_ONCE and 2 * self._recently_finished >= limit:
+        if rate > PREEMPTED and 2 * self._recently_finished >= limit:
             return max(1, min(limit - 1, int(limit * DECREASE))), Cause.PREEMPTED
-        if not load or not saturated or rate > PREEMPTED_ONCE / 2 or load.waiting > queue / 2:
+        if not load or not saturated or rate > PREEMPTED / 2 or load.waiting > queue / 2:
             return limit, Cause.ROOM
-        sequences = min(load.running / max(load.cache, 1e-9), self._max_sequences + queue / 2)
+        sequences = min(load.running / max(load.cache, 1e-9), self._max_sequences) + queue / 2
         factor = load.groups * sequences / (load.running + load.waiting) / limit
         if factor < LEAST_GROWTH:
             return limit, Cause.ROOM
         clock = min(self._recently_finished, limit)
-        return min(self._most, limit + int(clock * min(MOST_GROWTH, factor - 1))), Cause.ROOM
+        gain = int(clock * min(MOST_GROWTH, factor - 1)) or int(clock == limit)
+        return min(self._most, limit + gain), Cause.ROOM
 
     def _moved(self, limit: int, cause: Cause) -> Move:
         self.move = Move(self.limit, limit, cause)
-        if limit < self.limit:
-            self._restart()
-        self._recently_finished = self._recently_preempted = 0
+        if cause is Cause.ROOM:
+            self._recently_finished = self._recently_preempted = 0
+        else:
+            self.pause()
         self.limit = limit
         return self.move
-
-    def _restart(self) -> None:
-        self._load: Load | None = None
-        self._recently_finished = self._recently_preempted = 0

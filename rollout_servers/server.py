@@ -61,7 +61,7 @@ class Activity:
     ready_at: float = field(default_factory=time.monotonic)
     tokens: int = 0
     groups: int = 0
-    """Tickets that were worked on to the end."""
+    """Train groups that were played."""
     _running: int = 0
     _busy_since: float = 0.0
     _busy_s: float = 0.0
@@ -76,7 +76,6 @@ class Activity:
             yield
         finally:
             self._running -= 1
-            self.groups += 1
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since
 
@@ -289,6 +288,7 @@ class RolloutServer:
             self._backoff.record_success()
             if ticket.kind != m.EVAL:  # of the held-out tasks one may work, and no other
                 self._first.record_success()
+                self._activity.groups += 1
             self._activity.tokens += tokens
             self._outbox.deliver(group)
 

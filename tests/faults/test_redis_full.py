@@ -13,6 +13,7 @@ from slipstream.buffer.store.redis import group_key
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
 from tests.buffer.groups import LONG, answered
 from tests.buffer.peers import Peer, connected, serving, until
 from tests.faults.accounting import assert_accounted_for
@@ -47,7 +48,7 @@ async def test_full_memory_pauses_producers(
             assert (await ledger.counts()).issued < FAR_AHEAD * config.learner.groups_per_step, "memory is the limit"
             await until(logged(logs, "Redis is full", times=10))
             # At the brink of the limit a delivery may still fit; groups that don't fit hold back as many tickets.
-            assert (await ledger.counts()).in_flight <= config.rollout.groups_in_flight
+            assert (await ledger.counts()).in_flight <= ConcurrencyLimiter.of(config.rollout).limit
             await asyncio.to_thread(learner.run)
     assert own_redis.evicted() == 0
     assert await ledger.verify() == []

@@ -31,24 +31,28 @@ def limiter(start: int, most: int = SEQUENCES, *, group_size: int = SIZE) -> Con
         (ROOMY, 16, 0, 16, None),
         (ROOMY, 15, 16, 16, None),  # there was no ticket for another one
         (Pressure(0.02, 0, running=64), 16, 16, 64, Cause.ROOM),
-        (Pressure(0.97, 0, running=64), 16, 16, 16, None),
-        (Pressure(0.25, 0, running=512), 16, 16, 16, None),  # all sequences
+        (Pressure(0.97, 0, running=64), 16, 16, 17, Cause.ROOM),  # until some wait
+        (Pressure(0.97, 0, running=64, waiting=5), 16, 16, 16, None),
+        (Pressure(0.25, 0, running=512, waiting=26), 16, 16, 16, None),  # all sequences
         (Pressure(0.25, 0, running=64, waiting=9), 16, 16, 16, None),  # for something else
         (Pressure(0.97, 0, running=64, waiting=8), 16, 16, 16, None),  # these keep the engine busy
         (FULL, 16, 0, 8, Cause.QUEUE),
         (Pressure(0.98, 0, running=64, waiting=12), 16, 0, 14, Cause.QUEUE),
         (Pressure(0.25, 0, running=64, waiting=192), 16, 0, 16, None),
-        (Pressure(0.97, 129, running=64), 16, 16, 14, Cause.PREEMPTED),
-        (Pressure(0.97, 127, running=64), 16, 16, 16, None),
-        (Pressure(0.25, 65, running=64), 16, 16, 16, None),  # too many to grow
+        (Pressure(0.97, 257, running=64), 16, 16, 14, Cause.PREEMPTED),
+        (Pressure(0.97, 255, running=64), 16, 16, 16, None),
+        (Pressure(0.25, 129, running=64), 16, 16, 16, None),  # too many to grow
         (Pressure(0.97, 500, running=64), 16, 7, 16, None),  # too few groups to judge by
         (FULL, 17, 16, 16, None),  # an earlier move has not taken effect
         (Pressure(0.5, 0), 16, 16, 16, None),  # an engine without counts
-        (Pressure(0.0, 129), 16, 16, 14, Cause.PREEMPTED),
+        (Pressure(0.0, 257), 16, 16, 14, Cause.PREEMPTED),
     ],
 )
-def test_first_reading(pressure: Pressure, groups: int, finished: int, limit: int, cause: Cause | None) -> None:
+def test_reading_moves_the_limit(
+    pressure: Pressure, groups: int, finished: int, limit: int, cause: Cause | None
+) -> None:
     subject = limiter(16)
+    assert subject.observe(Pressure(0.0, 0), groups=0, finished=0) is None
     move = subject.observe(pressure, groups=groups, finished=finished)
     assert subject.limit == limit
     assert (move and (move.before, move.limit, move.cause)) == (cause and (16, limit, cause))
@@ -94,17 +98,18 @@ def test_a_configured_number_is_not_exceeded_and_falls_with_the_engine() -> None
 def test_a_new_engines_preemptions_count_from_zero() -> None:
     subject = limiter(16)
     moves = [
-        subject.observe(Pressure(0.97, count, running=64), groups=16, finished=16 * number)
-        for number, count in enumerate((100, 100, 5, 5, 134))
+        subject.observe(Pressure(0.97, count, running=64, waiting=5), groups=16, finished=16 * number)
+        for number, count in enumerate((100, 100, 5, 5, 262))
     ]
     assert [move and move.limit for move in moves] == [None] * 4 + [14]
 
 
 def test_a_pause_forgets_earlier_readings() -> None:
     subject = limiter(16)
-    subject.observe(Pressure(0.97, 100, running=64), groups=16, finished=8)
+    subject.observe(Pressure(0.97, 0, running=64), groups=16, finished=0)
+    subject.observe(Pressure(0.97, 200, running=64), groups=16, finished=4)
     subject.pause()
-    assert subject.observe(Pressure(0.97, 150, running=64), groups=16, finished=16) is None
+    assert subject.observe(Pressure(0.97, 300, running=64), groups=16, finished=16) is None
 
 
 @pytest.mark.parametrize(("groups_in_flight", "start"), [("auto", 12), (5, 5)])
