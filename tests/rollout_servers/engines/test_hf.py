@@ -205,7 +205,7 @@ def test_answers_without_memory_are_preempted_and_exact(architecture: str, tmp_p
     for answer in finish(stepper, [100, 100, 1, 90, 100, 95, 100]):
         assert distance(answer, model, PROMPT) < EXACT
     assert stepper.preemptions > 0
-    assert stepper.usage == 0
+    assert stepper.pressure.kv_cache_usage == 0
 
 
 @torch.inference_mode()
