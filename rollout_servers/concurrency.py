@@ -140,7 +140,7 @@ class ConcurrencyLimiter:
         rate = self._recently_preempted / (max(1, self._recently_finished) * self._group_size)
         queue = max(self._group_size, QUEUE_SHARE * load.running) if load else 0.0
         if load and load.waiting > queue and load.cache > CACHE_FULL:
-            fitting = load.groups * (load.running + queue / 2) / (load.running + load.waiting)
+            fitting = load.groups * (load.running + queue) / (load.running + load.waiting)
             return max(1, min(limit - 1, max(int(limit * LEAST_FACTOR), int(fitting)))), Cause.QUEUE
         if rate > PREEMPTED and 2 * self._recently_finished >= limit:
             return max(1, min(limit - 1, int(limit * DECREASE))), Cause.PREEMPTED
