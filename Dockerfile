@@ -48,7 +48,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
             && pip install --no-deps -r constraints.txt ;; \
         vllm) python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \
-print(*project["dependencies"], *extras["vllm"], *extras["trackers"], sep="\n")' > /tmp/requirements.txt \
+print(*project["dependencies"], *extras["vllm"], *extras["swanlab"], sep="\n")' > /tmp/requirements.txt \
             && pip install -c constraints.txt -r /tmp/requirements.txt ;; \
         *) echo "EXTRA=$EXTRA: must be cpu or vllm" >&2; exit 1 ;; \
     esac

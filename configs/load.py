@@ -1,6 +1,6 @@
 """Loading of a run's configuration: YAML, `extends`, `key.path=value` overrides, and all mistakes at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,6 +100,8 @@ def _read_file(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]
     return tree
 
 
+_AUTO, _NUMBER = "literal['auto']", "constrained-int"
+"""pydantic's names of the branches of keys that are `auto` or a number."""
 _NOT_A_SECTION: Final = frozenset({"model_type", "model_attributes_type"})
 _YAML_MESSAGES: Final = {
     **dict.fromkeys((*_NOT_A_SECTION, "dict_type"), "must be a mapping of keys"),
@@ -132,7 +134,7 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
+        for detail in _one_of_each_union(error.errors(include_url=False)):
             problems.extend(_describe(detail).splitlines())  # combinations are one error with a line each
         raise ConfigError(problems) from None
     if problems:
@@ -192,6 +194,17 @@ def _is_text(key: str, sections: Sequence[type[BaseModel]]) -> bool:
     """True if the key holds a text or a path: a shell removes the quotes of `run.name="123"`."""
     fields = [section.model_fields[key] for section in sections if key in section.model_fields]
     return any(field.annotation in (str, str | None, Path, UserPath | None) for field in fields)
+
+
+def _one_of_each_union(details: Sequence[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """The errors, one where a key is `auto` or a number, of which each has its own: that of what was given."""
+    for detail in details:
+        *key, branch = detail["loc"] or ("",)
+        if branch not in (_AUTO, _NUMBER):
+            yield detail
+        elif (branch == _NUMBER) == (type(detail["input"]) in (int, float)):
+            message = f"{detail['msg']} or a number" if branch == _AUTO else detail["msg"]
+            yield {**detail, "loc": tuple(key), "msg": message}
 
 
 def _describe(detail: ErrorDetails) -> str:

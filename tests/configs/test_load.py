@@ -100,7 +100,8 @@ def test_wrong_value_is_named_where_the_user_wrote_it(override: str, parts: str)
     "override",
     [
         "learner.steps=0", "run.seed=-1", "rollout.groups_in_flight=1000000", "rollout.sampling.temperature=0.009",
-        "learner.wait_deadline_s=1e10", "buffer.server_deadline_s=1", "rollout.group_size=20000",
+        "learner.wait_deadline_s=1e10", "buffer.server_deadline_s=1", "rollout.group_size=20000", "learner.ranks=0",
+        "rollout.servers=many",
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_named(override: str) -> None:

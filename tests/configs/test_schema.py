@@ -186,7 +186,8 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
 
 WALK = """
 import importlib, pkgutil, sys
-heavy = ("__main__", "model_server", "models.image_processor", "models.state_dict", "models.tensors")
+of_models = ("device_memory", "image_processor", "state_dict", "tensors")
+heavy = ("__main__", "model_server", *(f"models.{name}" for name in of_models))
 for folder in ("configs", "models", "sandbox", "buffer", "env", "rewards"):
     package = importlib.import_module(f"slipstream.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

@@ -134,7 +134,7 @@ def test_pins_satisfy_every_requirement(python: str, machine: str) -> None:
     environment = {**here, **version, "platform_machine": machine}
     pins = pinned(environment)
     extras = project()["optional-dependencies"]
-    requested = [*project()["dependencies"], *extras["cpu"], *extras["dev"], *extras["trackers"]]
+    requested = [*project()["dependencies"], *extras["cpu"], *extras["dev"], *extras["swanlab"]]
     unmet = [
         f"{requirement} (pinned: {pins.get(name)})"
         for requirement in closure(requested, environment)

@@ -211,7 +211,11 @@ def start_ahead(config: RunConfig, placement: Placement, closing: ExitStack) -> 
             Standby(
                 MODULES[share.role],
                 config,
-                child_environment(share.name, placement.environment(share), withheld=_withheld(share, config)),
+                child_environment(
+                    share.name,
+                    {**placement.environment(share), PROCESS_VARIABLE: share.name},
+                    withheld=_withheld(share, config),
+                ),
             )
         )
         for share in (*placement.of("rollout"), *placement.of("learner"))

@@ -17,6 +17,7 @@ from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers import JsonlTracker
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.upload import RunStore, Uploader
 from slipstream.learner.weights.members import SyncMetrics
 from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import place
@@ -78,6 +79,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     learner.buffer.trained.side_effect = state
     learner.buffer.finish.return_value = state(STEPS)
     learner.loop.read_groups = lambda ids: step_groups(STEPS + 1, config)
+    learner.loop.uploads = Uploader(RunStore("memory://store", run="run"), config.paths, keep=1)
     learner.loop.run()
     placed = place(Machine((0, 1)), config).as_record()
     extend_summary(config.paths, placement=placed, restarts={"learner": 1})

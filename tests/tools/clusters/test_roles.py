@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.passwords import LEARNERS_SECRETS
 from slipstream.tools.clusters.roles import (
     Role,
     cluster_roles,
@@ -75,7 +76,7 @@ def test_ports_secrets_and_state() -> None:
         "redis": ("SLIPSTREAM_REDIS_PASSWORD",),
         "buffer": ("SLIPSTREAM_REDIS_PASSWORD",),
         "rollout": ("JUDGES_KEY",),
-        "learner": ("SLIPSTREAM_REDIS_PASSWORD", "SWANLAB_API_KEY"),
+        "learner": tuple(sorted(LEARNERS_SECRETS)),
     }
     assert [name for name, role in roles.items() if role.keeps_state] == ["redis", "learner"]
     assert "redis" not in table("redis.url=redis://elsewhere:6379/0")
