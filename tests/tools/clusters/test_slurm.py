@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.configs.runtime.passwords import LEARNERS_SECRETS
 from tests.tools.conftest import CommandLine
 
 
