@@ -12,8 +12,9 @@ from slipstream.rollout_servers.engines.base import Engine, Pressure, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 
 SIZE, GROUPS = 4, 120
-ROOM = range(3, 11)
-"""Groups between which the limit ends: a KV cache of 60 blocks holds 20 answers of 3 blocks."""
+ROOM = range(3, 15)
+"""Groups between which the limit ends. A KV cache of 60 blocks holds 20 answers of 3 blocks, 5 groups; three times as
+many while most of them are young. A preemption per answer and a small queue are let pass."""
 DEADLINE_S = 300.0
 READING_S = 0.02
 
