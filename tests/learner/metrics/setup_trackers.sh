@@ -14,7 +14,9 @@ stamp=$venv/.trackers
 
 "$PYTHON" -m venv "$venv"
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$packages/project.pth"
+# With the .pth files that are there, by which the project itself is found.
+project=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "import site; site.addsitedir('$project')" > "$packages/project.pth"
 # Some of them want older versions of what the project has; both are there, and the environment is for tests alone.
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     swanlab==0.10.3 wandb==0.31.0 mlflow==3.17.2 tensorboardX==2.6.5 trackio==0.43.0 2>&1 | grep -v requires || true
