@@ -175,7 +175,7 @@ def _reading(store: RunStore) -> Iterator[None]:
         yield
     except DamagedError:
         raise
-    except Exception as error:
+    except Exception as error:  # each store's client has its own errors
         raise StoreError(
             f"learner.checkpoint.upload: {store.url} can't be read ({type(error).__name__}: {error}); see the address, "
             "and the credentials in this process's environment"

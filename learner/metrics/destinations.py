@@ -43,7 +43,7 @@ class TrackedRun:
 
 
 class Destination(Protocol):
-    """Where metrics and samples of a run go."""
+    """A place to which metrics and samples of a run go."""
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Stores or sends numbers, which belong to a step; steps may come twice or out of order."""

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -140,10 +141,11 @@ class BackgroundTracker:
 
     def close(self) -> None:
         """Waits for what is left to be sent, for a bounded time."""
+        deadline = time.monotonic() + CLOSING_S
         self._closing.set()
         with suppress(Full):
-            self._waiting.put_nowait(None)
-        self._thread.join(CLOSING_S)
+            self._waiting.put(None, timeout=CLOSING_S)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         unsent = self.lost + self._waiting.qsize() if self._thread.is_alive() else self.lost
         if unsent:
             log.warning("not all was sent to a tracker; metrics.jsonl has all", tracker=self._name, unsent=unsent)

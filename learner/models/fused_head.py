@@ -267,7 +267,7 @@ def _add(sums: _Sums, product_AW: Tensor, columns_A: Tensor, impossible_W: Tenso
 
 
 class _Outer(NamedTuple):
-    """What the backward pass has for each action."""
+    """Values of each action for the backward pass."""
 
     normaliser_A: Tensor
     entropy_A: Tensor

@@ -353,7 +353,10 @@ class Base:
         }
 
     def _policies(self) -> list[Object]:
-        """Who may connect to whom. Learner and rollout servers use ports of their own choice for gloo and NCCL."""
+        """The allowed connections between pods.
+
+        Learner and rollout servers choose ports for gloo and NCCL themselves.
+        """
         buffer = [{"from": self._pods("learner", "rollout"), "ports": self._ports("buffer")}]
         if self.most_servers is not None:
             ports = [{"protocol": "TCP", "port": METRICS_PORT}]

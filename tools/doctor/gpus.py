@@ -113,7 +113,7 @@ def _torch() -> tuple[dict[str, str | bool | None], str]:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a program prints; empty when it fails, or does not end."""
+    """Output of a program; empty when it fails, or does not end."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_S).stdout
     except (OSError, subprocess.SubprocessError):

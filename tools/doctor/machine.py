@@ -110,7 +110,7 @@ def sync_time(seconds: float) -> Finding:
 
 
 def sandbox(config: RunConfig | None) -> Finding:
-    """Whether programs can run in the sandbox, and are to."""
+    """Checks that programs can run in the sandbox; an error if a reward or tool of the configuration needs it."""
     needed = config is not None and (
         any((term.function or term.name) in CODE_REWARDS for term in config.scored)
         or any(tool.name in CODE_TOOLS for tool in config.env.tools)

@@ -124,7 +124,7 @@ def persistence(info: Mapping[str, Any], settings: Mapping[str, str]) -> Iterato
 
 
 def password(config: RedisConfig) -> Finding:
-    """Whether a server that others may reach asks for a password."""
+    """Checks that a server which others may reach asks for a password."""
     host = urlsplit(config.address).hostname or "localhost"
     open_to_all = not is_loopback(host) and _accepts_anyone(config)
     if open_to_all:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.configs import RunConfig
 
 _ENDED = (BrokenPipeError, ConnectionResetError)
-"""What sending to a process that has ended raises."""
+"""Errors of sending to a process that has ended."""
 
 
 class Standby:
