@@ -22,6 +22,7 @@ def main() -> None:
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.processes import raise_open_file_limit
+    from slipstream.configs.runtime.tracing import start_tracing
 
     parser = run_parser("Serve the replay buffer of one run.")
     add_until_finished(parser)
@@ -36,6 +37,7 @@ def main() -> None:
     if arguments.ping is not None:
         sys.exit(exit_code(lambda: ping(config, arguments.ping)))
     start_log(config.paths, "buffer", level=config.run.log_level)
+    start_tracing(config.tracking.trace, config.paths.traces, run=config.run.name, process="buffer")
     raise_open_file_limit()
     try:
         sys.exit(uvloop.run(serve(config, until_finished=arguments.until_finished)))

@@ -17,6 +17,7 @@ from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import CERTAIN, DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
@@ -266,8 +267,10 @@ class RolloutServer:
     async def _play(self, ticket: m.Ticket) -> None:
         """Plays a ticket and queues its group, or its failure."""
         try:
-            with self._activity.group():
+            facts = {"kind": ticket.kind, "server": self._name, "version": ticket.version}
+            with self._activity.group(), span("group", of=("group", ticket.id), root=True, **facts) as traced:
                 group, tokens = await play_group(self._player, ticket, on_generated=lambda: self._hold.answered(ticket))
+                traced.note(tokens=tokens)
         except EpisodeFailed as error:
             if self._first.record_failure(error.reason):
                 await self._require_playable(error)

@@ -5,6 +5,7 @@ which is always finished.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.configs.runtime.tracing import record, span
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.models.device_memory import gpu_id
 from slipstream.rollout_servers.engines.base import DirectSource, Engine, UpdateFailed
@@ -164,7 +166,9 @@ class WeightFollower:
         return announced
 
     async def _receive(self, announce: w.Announce) -> None:
-        await self._inbound.receive(announce)
+        version = announce.manifest.version
+        with span("receive weights", of=("version", version), server=self.server, transport=announce.transport):
+            await self._inbound.receive(announce)
         loaded = w.Loaded(transfer=announce.transfer, version=announce.manifest.version)
         if not self._inbound.holds_half:
             await self._send(loaded)
@@ -189,7 +193,11 @@ class WeightFollower:
             await self._finish_evaluation()
         self._installing = True
         try:
-            stall_s = await self._inbound.install(announce)
+            with span("install weights", of=("version", manifest.version), server=self.server) as traced:
+                stall_s = await self._inbound.install(announce)
+                traced.note(stall_s=stall_s)
+                now = time.time_ns()
+                record("stall", now - round(stall_s * 1e9), now)
         finally:
             self._installing = False
         self._announced = None
