@@ -151,7 +151,7 @@ def start_tracing(target: str | None, folder: Path, *, run: str, process: str, i
     if target is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    resource = {
+    resource: dict[str, Value] = {
         "service.name": "slipstream",
         "service.instance.id": instance or process,
         "host.name": socket.gethostname(),
@@ -340,7 +340,9 @@ class TracedSpan:
 
     process: str
     """Unique name of the process that recorded it."""
+    host: str
     name: str
+    trace: str
     start_s: float
     """Seconds since 1970, by the clock of the process's host."""
     end_s: float
@@ -369,9 +371,12 @@ def _spans_of(resource: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_span(found: Mapping[str, Any], resource: Mapping[str, Any]) -> TracedSpan:
+    recorded_by = _read_attributes(resource["resource"]["attributes"])
     return TracedSpan(
-        process=str(_read_attributes(resource["resource"]["attributes"])["service.instance.id"]),
+        process=str(recorded_by["service.instance.id"]),
+        host=str(recorded_by["host.name"]),
         name=found["name"],
+        trace=found["traceId"],
         start_s=int(found["startTimeUnixNano"]) / 1e9,
         end_s=int(found["endTimeUnixNano"]) / 1e9,
         span_id=found["spanId"],

@@ -189,7 +189,7 @@ class RLTrainer(Trainer[StepData]):
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
         started = time.perf_counter()
-        with span("report"):
+        with span("report", of=("step", self.state.step)):
             further = self._report_step(metrics)
         step = self.state.step
         self.evaluation_due |= self.evaluates_after(step)
