@@ -189,10 +189,21 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
             server = RolloutServer(config, name, player, engine)
+            _serve_metrics(config, name, server)
             start_work(server)
             await server.run()
         finally:
             await engine.close()
+
+
+def _serve_metrics(config: "RunConfig", name: str, server: "RolloutServer") -> None:
+    import os
+
+    from slipstream.configs.runtime.exposition import serve_metrics
+
+    process, folder = os.environ.get(PROCESS_VARIABLE, name), config.paths.prometheus
+    address = config.tracking.prometheus
+    serve_metrics(address, folder, run=config.run.name, process=process, read=server.readings, server=name)
 
 
 def engine_seeds(run_seed: int, server: str) -> Iterator[int]:
