@@ -215,6 +215,9 @@ def _listen_address(value: Any) -> Any:
     return f"{host or '127.0.0.1'}:{port}"
 
 
+TraceTarget = Annotated[str, Field(pattern=r"^(file|https?://.+)$")]
+
+
 def _off_is_unset(value: Any) -> Any:
     """YAML takes `off` for false."""
     return None if value is False else value
@@ -239,7 +242,7 @@ class TrackingConfig(Section):
     """Also log to TensorBoard."""
     trackio: TrackioConfig | None = None
     """Also log to Trackio."""
-    trace: Annotated[str | None, BeforeValidator(_off_is_unset), Field(pattern=r"^(file|https?://.+)$")] = None
+    trace: Annotated[TraceTarget | None, BeforeValidator(_off_is_unset)] = None
     """`file`: each process writes spans of its work into the run folder's traces/, for `slipstream trace`. An address,
     such as `http://localhost:4318`: an OTLP collector gets them too. Unset or `off`: no spans."""
     prometheus: Annotated[str | None, BeforeValidator(_listen_address)] = None

@@ -57,15 +57,17 @@ def export(key: str, kind: Literal["step", "eval"]) -> tuple[str, str, str, str]
     """
     if key == "kind" or key.startswith(OWN):
         return None
+    names = {name for metric in CATALOG[kind] for name in metric.names}
     for metric in CATALOG[kind]:
         for pattern in metric.names:
             found = re.fullmatch(re.sub(r"<\w+>", "(.+)", re.escape(pattern)), key)
-            if found is not None:
-                part = found[1] if found.groups() else ""
-                label = re.search(r"<(\w+)>", pattern)
-                stem = re.sub(r"/?<\w+>", "", pattern)
-                name = prometheus_name(stem if kind == "step" else f"eval/{stem}")
-                return name, _meaning(metric), "" if label is None else label[1], part
+            if found is None:
+                continue
+            stem = re.sub(r"/?<\w+>", "", pattern)
+            label = "".join(re.findall(r"<(\w+)>", pattern))
+            name = f"{stem}_by_{label}" if label and stem in names else stem
+            name = name if kind == "step" or name.startswith("eval") else f"eval/{name}"
+            return prometheus_name(name), _meaning(metric), label, found[1] if label else ""
     return None
 
 

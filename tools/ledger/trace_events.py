@@ -33,7 +33,7 @@ def trace_events(slices: Sequence[Slice], tracks: Sequence[str], *, about: Mappi
 
     Args:
         tracks: in their order from top to bottom.
-        about: facts on the whole.
+        about: facts on the whole, to which its begin is added, in seconds since 1970.
     """
     begin_s = min((each.start_s for each in slices), default=0.0)
     events: list[dict[str, Any]] = []
@@ -47,7 +47,10 @@ def trace_events(slices: Sequence[Slice], tracks: Sequence[str], *, about: Mappi
             places += [(each, pid, tid) for each in nested]
     events += [_slice_event(each, pid, tid, begin_s) for each, pid, tid in places]
     events += _arrows(places, begin_s)
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**about, "start_s": begin_s}},
+        separators=(",", ":"),
+    )
 
 
 def _slice_event(each: Slice, pid: int, tid: int, begin_s: float) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def _arrows(places: Iterable[tuple[Slice, int, int]], begin_s: float) -> list[di
     events = []
     for number, joined in enumerate(flows.values(), start=1):
         joined.sort(key=lambda place: place[0].start_s)
-        for index, (each, pid, tid) in enumerate(joined):
+        for index, (each, pid, tid) in enumerate(joined if len(joined) > 1 else ()):
             phase = "s" if index == 0 else "f" if index == len(joined) - 1 else "t"
             # `bp`: to the slice around this time, not to the next one that begins.
             place = {"pid": pid, "tid": tid, "ts": _at(each.start_s, begin_s), "bp": "e"}

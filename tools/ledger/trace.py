@@ -23,7 +23,7 @@ from slipstream.configs.runtime.tracing import TracedSpan, derived_ids, read_spa
 from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import at_least, new_file
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, find_run, with_ledger
-from slipstream.tools.trace_events import Slice, trace_events
+from slipstream.tools.ledger.trace_events import Slice, trace_events
 
 LEDGER: Final = "ledger"
 """Track of the groups' states."""
@@ -77,7 +77,7 @@ def command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="slipstream trace",
         description="Write the life of a group, or of a step's groups, as a timeline for https://ui.perfetto.dev or "
-        "chrome://tracing: states in the ledger, phases of the learner and, of runs with tracing.trace, what each "
+        "chrome://tracing: states in the ledger, phases of the learner and, of runs with tracking.trace, what each "
         f"process did. Without an option: of the last {LAST_STEPS} steps. Nothing is changed.",
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
@@ -110,7 +110,7 @@ def command(argv: Sequence[str]) -> int:
     if problem:
         print(f"without the ledger: {problem}", file=sys.stderr)
     if not spans:
-        print("with tracing.trace=file a run also shows what each process did: this one has no spans")
+        print("with tracking.trace=file a run also shows what each process did: this one has no spans")
     print(f"{out}: {len(slices):,} slices on {len(tracks)} tracks; open it in https://ui.perfetto.dev")
     return 0
 
