@@ -41,10 +41,19 @@ def prometheus(folder: Path, targets: str) -> Iterator[str]:
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([server, *options, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
         try:
+            until_within(120, lambda: is_ready(f"http://127.0.0.1:{port}"))
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(60)
+
+
+def is_ready(server: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server}/-/ready", timeout=30) as got:
+            return bool(got.status == 200)
+    except OSError:
+        return False
 
 
 def answer(server: str, query: str) -> list[dict[str, object]]:
