@@ -48,7 +48,7 @@ def serve_metrics(
         read: called for each scrape, in a thread.
         labels: further ones of all series.
 
-    Raises: ConfigError when the address can't be used, OSError when the file can't be written.
+    Raises: ConfigError when the address can't be used, or the file can't be written.
     """
     if address is None:
         return
@@ -58,10 +58,13 @@ def serve_metrics(
     port = _listen(host, int(base), registry)
     named = f"[{host}]" if ":" in host else host
     target = f"{socket.gethostname() if host in ANY_HOST else named}:{port}"
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{process}.json"
     found = [{"targets": [target], "labels": {"job": "slipstream", "run": run, "process": process}}]
-    write_atomically(file, [json.dumps(found).encode(), b"\n"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, [json.dumps(found).encode(), b"\n"])
+    except OSError as error:
+        raise ConfigError(f"tracking.prometheus: can't write {file}: {error.strerror}") from None
     atexit.register(file.unlink, missing_ok=True)
     log.info("metrics for Prometheus", address=f"http://{target}/metrics")
 

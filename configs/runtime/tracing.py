@@ -144,13 +144,10 @@ def start_tracing(target: str | None, folder: Path, *, run: str, process: str, i
         folder: of the files; this process's is `<process>.jsonl`.
         run: name of the run, from which ids follow.
         instance: unique name of the process; empty: `process`.
-
-    Raises: OSError when the folder can't be made.
     """
     global _tracer  # noqa: PLW0603  (one for each process, as for loggers)
     if target is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     resource: dict[str, Value] = {
         "service.name": "slipstream",
         "service.instance.id": instance or process,
@@ -306,7 +303,8 @@ class _SpanFile:
         self._path = path
 
     def append(self, line: bytes) -> None:
-        """Appends a line. Raises: OSError."""
+        """Appends a line, to a new file if the old one was moved away. Raises: OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab", buffering=0) as file:
             file.write(line + b"\n")
             if file.tell() > FILE_BYTES:

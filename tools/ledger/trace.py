@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -90,12 +90,12 @@ def command(argv: Sequence[str]) -> int:
     folder, config = find_run(arguments.run)
     metrics = _metrics(folder)
     story = _story(config.run.name, arguments, latest=max(metrics, default=0))
-    spans = list(read_spans(folder.traces))
     problem = _read_ledger(arguments.run, story)
-    _complete(story, spans)
+    others = _complete(story, read_spans(folder.traces))
     story.metrics = {step: metrics[step] for step in story.steps if step in metrics}
+    spans = _of_interest(story, read_spans(folder.traces), others)
     shifts = clock_shifts(story.records, spans)
-    story.spans = select([_moved(span, shifts) for span in spans], story)
+    story.spans = _meanwhile(story, [_moved(span, shifts) for span in spans], others)
     slices = timeline(story)
     if not slices:
         raise SlipstreamError(
@@ -153,17 +153,51 @@ def _read_ledger(run: str | None, story: Story) -> str:
     return ""
 
 
-def _complete(story: Story, spans: Iterable[TracedSpan]) -> None:
-    """Adds the steps that used the group, or groups that only the learner's spans still know."""
-    leases = {span.attributes["step"]: span.attributes["groups"] for span in spans if span.name == "lease"}
-    if story.steps:
-        known = set(story.group_ids)
-        leased = (group_id for step in story.steps for group_id in leases.get(step, ()))
-        story.group_ids += [group_id for group_id in dict.fromkeys(leased) if group_id not in known]
-        return
+# --- spans: read twice, because the files of a long run are too large to be kept --------------------------------------
+
+
+def _complete(story: Story, spans: Iterable[TracedSpan]) -> set[str]:
+    """Adds the steps that used the group, or groups that only the learner's spans still know.
+
+    Returns: the traces of all groups and steps.
+    """
     steps = {step + 1 for record in story.records.values() for step in record.steps}
-    steps |= {step for step, groups in leases.items() if set(groups) & set(story.group_ids)}
-    story.steps = sorted(steps)
+    known, traces = set(story.group_ids), set[str]()
+    for span in spans:
+        if span.attributes.keys() & {"group", "step"}:
+            traces.add(span.trace)
+        if span.name == "lease" and (leased := span.attributes.get("groups")):
+            if span.attributes["step"] in story.steps:
+                story.group_ids += [group_id for group_id in leased if group_id not in known]
+                known.update(leased)
+            elif known.intersection(leased):
+                steps.add(span.attributes["step"])
+    story.steps = story.steps or sorted(steps)
+    return traces
+
+
+def _of_interest(story: Story, spans: Iterable[TracedSpan], others: Set[str]) -> list[TracedSpan]:
+    """Spans of a story's groups and steps, and those of no group and no step."""
+    wanted = {derived_ids(story.run, "group", group_id)[0] for group_id in story.group_ids}
+    wanted |= {derived_ids(story.run, "step", step)[0] for step in story.steps}
+    return [span for span in spans if span.trace in wanted or span.trace not in others]
+
+
+def _meanwhile(story: Story, spans: Sequence[TracedSpan], others: Set[str]) -> list[TracedSpan]:
+    """Spans of a story's groups and steps, and of the others those at the same time."""
+    times = [time_s for span in spans if span.trace in others for time_s in (span.start_s, span.end_s)]
+    times += [event.at for record in story.records.values() for event in record.history if event.state != "durable"]
+    first_s, last_s = min(times, default=math.inf), max(times, default=-math.inf)
+    ids = set(story.group_ids)
+    return [
+        span
+        for span in spans
+        if span.trace in others
+        or (
+            (span.start_s <= last_s and span.end_s >= first_s)
+            and (span.name != "store" or ids.intersection(span.attributes.get("groups", ())))
+        )
+    ]
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
@@ -201,30 +235,6 @@ def _bounds(records: Mapping[str, GroupRecord], span: TracedSpan) -> Iterator[tu
 def _moved(span: TracedSpan, shifts: Mapping[str, float]) -> TracedSpan:
     shift_s = shifts.get(span.host, 0.0)
     return replace(span, start_s=span.start_s + shift_s, end_s=span.end_s + shift_s) if shift_s else span
-
-
-# --- selection --------------------------------------------------------------------------------------------------------
-
-
-def select(spans: Sequence[TracedSpan], story: Story) -> list[TracedSpan]:
-    """Spans of a story's groups and steps, and what else the processes did meanwhile but for other groups and steps."""
-    wanted = {derived_ids(story.run, "group", group_id)[0] for group_id in story.group_ids}
-    wanted |= {derived_ids(story.run, "step", step)[0] for step in story.steps}
-    chosen = [span for span in spans if span.trace in wanted]
-    times = [time_s for span in chosen for time_s in (span.start_s, span.end_s)]
-    times += [event.at for record in story.records.values() for event in record.history if event.state != "durable"]
-    if not times:
-        return []
-    others = {span.trace for span in spans if span.attributes.keys() & {"group", "step"}}
-    ids = set(story.group_ids)
-    return chosen + [
-        span
-        for span in spans
-        if span.trace not in others
-        and span.start_s <= max(times)
-        and span.end_s >= min(times)
-        and (span.name != "store" or ids & set(span.attributes["groups"]))
-    ]
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 MICROSECONDS: Final = 1e6
+FIRST_PID: Final = 1001
+"""More than the rows of a track: Perfetto takes a row with the number of its track for a main thread."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def trace_events(slices: Sequence[Slice], tracks: Sequence[str], *, about: Mappi
     begin_s = min((each.start_s for each in slices), default=0.0)
     events: list[dict[str, Any]] = []
     places: list[tuple[Slice, int, int]] = []
-    for pid, track in enumerate(tracks, start=1):
+    for pid, track in enumerate(tracks, start=FIRST_PID):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": track}})
         events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for tid, (row, nested) in enumerate(_rows([each for each in slices if each.track == track]), start=1):
