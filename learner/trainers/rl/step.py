@@ -23,7 +23,9 @@ from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
+from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
+from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
@@ -58,9 +60,14 @@ class TrainStep:
     """Factor of the policy's scheduled learning rate, set by the throttle."""
     skipped: SkippedUpdates = field(init=False)
     """Those of policy and critic."""
+    flops: ModelFlops = field(init=False)
+    """Of the policy."""
+    _critic_flops: ModelFlops | None = field(init=False)
     _prepare: StepPreparer = field(init=False)
 
     def __post_init__(self) -> None:
+        self.flops = ModelFlops.of_model(self.model)
+        self._critic_flops = None if self.critic is None else self.critic.flops
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
         self._loss = build_loss(self.learner.loss)
         advantage = build_advantage(self.learner.advantage)
@@ -76,12 +83,13 @@ class TrainStep:
             critic=self.critic,
         )
 
-    def run(self, data: StepData, *, unpublished_steps: int) -> dict[str, float]:
+    def run(self, data: StepData, *, unpublished_steps: int, traced: ActionTrace | None = None) -> dict[str, float]:
         """Trains on one step's groups; a collective.
 
         Args:
             unpublished_steps: training steps since the consuming version was published; 0: the present weights are that
                 version.
+            traced: records values of single rows.
 
         Returns: the step's metrics, of all ranks together.
 
@@ -101,15 +109,18 @@ class TrainStep:
                 unpublished_steps=unpublished_steps,
                 kl_coefficient=self._kl_coefficient,
             )
+        if traced is not None:
+            traced.prepared(data.updates, prepared.advantages_BT)
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
+            sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
                     objective = self._objective(prepared, batches, number, data.step)
-                    self._update_policy(batches, objective, own_version, sums)
+                    self._update_policy(batches, objective, own_version, sums, traced)
             if self.critic is not None:
                 with span("update critic", micro_batches=len(batches)):
                     self._update_critic(self.critic, batches, prepared, sums)
@@ -128,6 +139,13 @@ class TrainStep:
             )
             | metrics
         )
+
+    def _flops_of(self, batches: Sequence[MicroBatch], *, trains_policy: bool) -> float:
+        """Operations of an update on this rank's part of it."""
+        trained = [self.flops] if trains_policy else []
+        trained += [] if self._critic_flops is None else [self._critic_flops]
+        lengths = [length for batch in batches for length in batch.segment_lengths]
+        return sum(flops(lengths, actions=sum(batch.actions for batch in batches)) for flops in trained)
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.learner
@@ -157,10 +175,15 @@ class TrainStep:
         )
 
     def _update_policy(
-        self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
+        self,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        own_version: int | None,
+        sums: StepSums,
+        traced: ActionTrace | None,
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
-        for batch in batches:
+        for index, batch in enumerate(batches):
             scores = score_actions(
                 self.model,
                 batch,
@@ -175,6 +198,8 @@ class TrainStep:
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
             sums.add_policy(values, own_version)
+            if traced is not None:
+                traced.add(objective.update, index, values)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 

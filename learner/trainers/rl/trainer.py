@@ -19,7 +19,8 @@ from slipstream.configs.runtime.tracing import span
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.metrics.samples import SampleStore
+from slipstream.learner.metrics.action_trace import ActionTrace
+from slipstream.learner.metrics.samples import SampleStore, choose, sources_of
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import Trainer
@@ -36,6 +37,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.models.architecture import vocabulary_size
+from slipstream.models.device_memory import gpu_id
 from slipstream.models.folder import model_fingerprint, model_problems
 
 log = get_log("learner.loop")
@@ -109,7 +111,8 @@ class RLTrainer(Trainer[StepData]):
         config, path, world, incarnation = setup.config, setup.initial_model, setup.world, new_incarnation()
         feed = build_feed(config, path, world, incarnation, setup.signals, images=ImageReader.of(path))
         setup.cleanup.callback(feed.close)
-        root = open_root_services(setup, incarnation) if world.is_root else None
+        gpus = world.gather(gpu_id(world.device))
+        root = open_root_services(setup, incarnation, gpus) if world.is_root else None
         train_step = build_train_step(config, path, world)
         snapshots = snapshot_taker(
             train_step.model,
@@ -149,6 +152,8 @@ class RLTrainer(Trainer[StepData]):
         """Announces the learner to the buffer, publishes the weights of a resumed run and fetches the first groups."""
         if resumed:
             self._restore_controllers()
+            if self.root is not None:
+                self.root.reporter.continued(self.state.step, self.state.version)
         latest = self._latest_version()
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
@@ -180,11 +185,19 @@ class RLTrainer(Trainer[StepData]):
     def update(self, batch: StepData) -> dict[str, float]:
         """Trains on the groups, while those of the next step are fetched."""
         done = self.state.step + 1
-        if self.root is not None:
-            self.root.samples.keep("step", done, batch.trajectories)
         if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
+        unpublished_steps = self.state.step - self.published_step
+        if self.root is None:
+            return self.train_step.run(batch, unpublished_steps=unpublished_steps)
+        chosen = choose(batch.trajectories, seed=done)
+        traced = ActionTrace(chosen.values())
+        try:
+            return self.train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
+        finally:  # also when the step shows that training diverged
+            self.root.samples.keep(
+                "step", done, batch.trajectories, batch.sources, chosen=chosen, actions=traced.columns()
+            )
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
@@ -253,12 +266,13 @@ class RLTrainer(Trainer[StepData]):
             return
         try:
             self.root.buffer.repeat_reports()
-            servers = len(self.root.buffer.state().servers)
+            state = self.root.buffer.state()
         except DeadlineError:
             if not self.signals.number:
                 raise
             return
-        publisher, weights = self.root.publisher, self.config.weights
+        self.root.reporter.observe(state, step=self.state.step)
+        publisher, weights, servers = self.root.publisher, self.config.weights, len(state.servers)
         if servers and not publisher.metrics.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
@@ -278,7 +292,7 @@ class RLTrainer(Trainer[StepData]):
                 further |= self._observe(self.throttle, metrics)
             if self.root is not None:
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
-                further |= reporter.rollout_metrics(ledger)
+                further |= reporter.rollout_metrics(ledger, step=step)
                 reporter.check_step(step, metrics)
                 reports = self.root.buffer.take_evals()
                 reporter.evaluated(step, reports)
@@ -298,6 +312,7 @@ class RLTrainer(Trainer[StepData]):
         if action is not None:
             log.warning(
                 "throttle moves",
+                event_kind="throttle",
                 step=self.state.step,
                 direction=action.direction,
                 cause=action.cause,
@@ -392,7 +407,8 @@ class RLTrainer(Trainer[StepData]):
                 log.warning("answers of an evaluation not kept", policy_version=report.version, reason=str(error))
             else:
                 trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-                samples.keep("eval", report.version, trajectories)
+                sources = [each for group in groups for each in sources_of(group, samples=self.config.eval.samples)]
+                samples.keep("eval", report.version, trajectories, sources)
 
     def _last_evaluation(self) -> None:
         """Waits for it; these weights generated its answers, so they show the mismatch of engine and learner."""
