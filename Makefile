@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -52,6 +52,10 @@ sglang-check: setup
 trackers-check: setup
 	@PYTHON=$(CURDIR)/$(BIN)/python sh tests/learner/metrics/setup_trackers.sh .trackers
 	@SLIPSTREAM_TRACKERS_PYTHON=$(CURDIR)/.trackers/bin/python $(BIN)/pytest tests/learner/metrics/test_destinations.py $(ARGS)
+
+# Debian's Prometheus scrapes a run of the demo and answers the queries of the Grafana dashboard: a minute
+prometheus-check: setup
+	@SLIPSTREAM_PROMETHEUS_CHECK=1 $(BIN)/pytest -s tests/tools/test_prometheus.py $(ARGS)
 
 # The client of OpenEnv against its real server: an environment of its own in .openenv the first time
 openenv-check: setup

@@ -36,7 +36,8 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.weights.follower import EvaluationHold, Restartable, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import Restartable, WeightFollower
 from slipstream.rollout_servers.weights.receivers import build_receivers
 
 MODULE = "benchmarks.weights_worker"

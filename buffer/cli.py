@@ -22,6 +22,7 @@ def main() -> None:
     from slipstream.configs.runtime.errors import SlipstreamError
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.processes import raise_open_file_limit
+    from slipstream.configs.runtime.tracing import start_tracing
 
     parser = run_parser("Serve the replay buffer of one run.")
     add_until_finished(parser)
@@ -36,6 +37,7 @@ def main() -> None:
     if arguments.ping is not None:
         sys.exit(exit_code(lambda: ping(config, arguments.ping)))
     start_log(config.paths, "buffer", level=config.run.log_level)
+    start_tracing(config.tracking.trace, config.paths.traces, run=config.run.name, process="buffer")
     raise_open_file_limit()
     try:
         sys.exit(uvloop.run(serve(config, until_finished=arguments.until_finished)))
@@ -91,6 +93,7 @@ async def serve(config: "RunConfig", *, until_finished: bool = False) -> int:
     from slipstream.buffer.store.redis import Outage, connect_async, redis_error
     from slipstream.buffer.wire.auth import BUFFER, service_keys
     from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
+    from slipstream.configs.runtime.exposition import serve_metrics
     from slipstream.configs.runtime.files import wait_for_file
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.signals import add_stop_handler, service_exit_code
@@ -104,6 +107,13 @@ async def serve(config: "RunConfig", *, until_finished: bool = False) -> int:
     buffer = config.buffer
     socket = bind_router(context, buffer.bind, max_message_bytes=MAX_MESSAGE_BYTES, keys=keys, endpoint=buffer.endpoint)
     service = BufferService(config, Ledger(client, config), socket, outage)
+    serve_metrics(
+        config.tracking.prometheus,
+        config.paths.prometheus,
+        run=config.run.name,
+        process="buffer",
+        read=service.readings,
+    )
     serving = asyncio.create_task(service.run())
     signals: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(signals.get())

@@ -5,7 +5,7 @@ All state is in Redis: after a restart of the service, peers repeat their hello 
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,19 @@ from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, peer_name, prober
 from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
+from slipstream.buffer.readings import Timer, readings
 from slipstream.buffer.store.account import origin_of
 from slipstream.buffer.store.kept import Keeper
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory
 from slipstream.buffer.store.spill import Spiller, SpillFolder
+from slipstream.buffer.store.types import LedgerSnapshot
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, proven_name
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
 from slipstream.configs import RunConfig, agreement
+from slipstream.configs.runtime.exposition import Reading
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import cancel_tasks
 
@@ -151,6 +154,17 @@ class BufferService:
         # No server counts as silent before this time: servers notice a restart of the service only after a while.
         self._silence_counts_from = 0.0
         self._swept_at = float("-inf")
+        self._timer = Timer()
+        self._standing: LedgerSnapshot | None = None
+        """Of the last sweep."""
+
+    def readings(self) -> Iterable[Reading]:
+        """Metrics for Prometheus; none before the first sweep."""
+        if self._standing is None:
+            return ()
+        servers = list(self.fleet.servers.items())
+        credits = {peer_name(peer): server.credits for peer, server in servers if server.credits is not None}
+        return readings(self._standing, credits, length_bias=self._learner.length_bias, timer=self._timer)
 
     async def run(self) -> None:
         """Serves until cancelled.
@@ -278,15 +292,18 @@ class BufferService:
         self._may_issue.set()
 
     async def _store(self) -> None:
-        await self._ingest.store()
+        with self._timer.time("store"):
+            await self._ingest.store()
         self._wake()
 
     async def _lease(self) -> None:
-        await self._lease_queue.grant()
+        with self._timer.time("lease"):
+            await self._lease_queue.grant()
         self._may_issue.set()
 
     async def _grant_tickets(self) -> None:
-        await self.fleet.grant()
+        with self._timer.time("tickets"):
+            await self.fleet.grant()
         # Many servers' messages are handled together.
         await asyncio.sleep(len(self.fleet.servers) * GRANT_PAUSE_PER_SERVER_S)
 
@@ -311,7 +328,7 @@ class BufferService:
         if check_silence:
             self.fleet.forget(set(swept.silent))
         self.fleet.recheck_credits()
-        standing = await self.ledger.snapshot()
+        self._standing = standing = await self.ledger.snapshot()
         self.fleet.evaluating = standing.evaluating
         if standing.slices_left:
             self.fleet.offer_evaluation()

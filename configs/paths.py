@@ -75,6 +75,16 @@ class RunPaths:
         return self.root / "samples"
 
     @property
+    def traces(self) -> Path:
+        """Spans of each process, with `tracking.trace`."""
+        return self.root / "traces"
+
+    @property
+    def prometheus(self) -> Path:
+        """Addresses of the processes that serve `/metrics`, as files of Prometheus's discovery."""
+        return self.root / "prometheus"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.root / "checkpoints"

@@ -30,6 +30,7 @@ def main() -> None:
     from slipstream.configs.runtime.network import use_loopback_interface
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
     from slipstream.configs.runtime.temporary import mark_torchrun_folder, remove_leftovers
+    from slipstream.configs.runtime.tracing import start_tracing
 
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
     parser = run_parser("Train with the trainer that learner.trainer names.")
@@ -39,7 +40,9 @@ def main() -> None:
     try:
         # Before anything is written: another learner may use the folder.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
-            start_log(config.paths, "learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level)
+            process = "learner" if rank == 0 else f"learner-{rank}"
+            start_log(config.paths, process, level=config.run.log_level)
+            start_tracing(config.tracking.trace, config.paths.traces, run=config.run.name, process=process)
             raise_malloc_thresholds()
             raise_open_file_limit()
             use_loopback_interface(config.weights.bind)

@@ -9,6 +9,7 @@ from typing import Final
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.rewards.base import Episode, Failure, Result
 from slipstream.rewards.compose import OUT_OF_TIME, Call, EpisodeReward, run_all, weighted
@@ -95,12 +96,13 @@ class Scorer:
             until -= min(DELIVERY_S, (until - asyncio.get_running_loop().time()) / 10)
         terms = self._terms[evaluation]
         calls = [call for term in terms for call in self.runner.rewards[term.name].calls(len(episodes))]
-        results = dict(zip(calls, await self._try(calls, episodes, until, evaluation), strict=True))
+        with span("rewards", answers=len(episodes)):
+            results = dict(zip(calls, await self._try(calls, episodes, until, evaluation), strict=True))
 
-        async def repeat(call: Call) -> None:
-            results[call] = await self._repeated(call, results[call], episodes, until, evaluation)
+            async def repeat(call: Call) -> None:
+                results[call] = await self._repeated(call, results[call], episodes, until, evaluation)
 
-        await run_all([repeat(call) for call in calls if _failures(results[call])])
+            await run_all([repeat(call) for call in calls if _failures(results[call])])
         columns: dict[str, dict[int, Result]] = defaultdict(dict)
         for call, column in results.items():
             columns[call.name] |= dict(zip(call.indices, column, strict=True))

@@ -37,6 +37,7 @@ def main() -> None:
     from slipstream.configs.runtime.passwords import drop_learners_secrets
     from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
     from slipstream.configs.runtime.temporary import own_temporary_folder, remove_leftovers
+    from slipstream.configs.runtime.tracing import start_tracing
 
     drop_learners_secrets()  # envs, tools and rewards must not see them
     parser = run_parser("Run one rollout server.")
@@ -46,7 +47,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     name = server_name()
     # `slipstream up` follows the logs of its servers; those on other hosts may share the folder.
-    start_log(config.paths, os.environ.get(PROCESS_VARIABLE, name), level=config.run.log_level, server=name)
+    process = os.environ.get(PROCESS_VARIABLE, name)
+    start_log(config.paths, process, level=config.run.log_level, server=name)
+    start_tracing(config.tracking.trace, config.paths.traces, run=config.run.name, process=process, instance=name)
     raise_malloc_thresholds()
     # Requests and episodes are many objects in few cycles: at the default threshold, 700, collections cost some
     # percent of the CPU time of short answers.
@@ -186,10 +189,21 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
             server = RolloutServer(config, name, player, engine)
+            _serve_metrics(config, name, server)
             start_work(server)
             await server.run()
         finally:
             await engine.close()
+
+
+def _serve_metrics(config: "RunConfig", name: str, server: "RolloutServer") -> None:
+    import os
+
+    from slipstream.configs.runtime.exposition import serve_metrics
+
+    process, folder = os.environ.get(PROCESS_VARIABLE, name), config.paths.prometheus
+    address = config.tracking.prometheus
+    serve_metrics(address, folder, run=config.run.name, process=process, read=server.readings, server=name)
 
 
 def engine_seeds(run_seed: int, server: str) -> Iterator[int]:

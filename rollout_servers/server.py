@@ -4,10 +4,12 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from typing import Final
 
+import msgspec
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
@@ -16,7 +18,9 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import CERTAIN, DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.runtime.exposition import Reading
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import SecurityConfig
@@ -41,7 +45,8 @@ from slipstream.rollout_servers.tickets import (
     TicketBook,
 )
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightFollower
 
 log = get_log("rollout.server")
 
@@ -56,6 +61,20 @@ CHECK_S = 2.0
 HELLO_SHARE = 1 / 60
 """Pause between two hellos, as a share of the silence: hellos to an absent buffer queue up in the socket, and it must
 handle all of them when it returns."""
+
+METRICS: Final[Mapping[str, tuple[str, str, bool]]] = {
+    "version": ("policy_version", "policy version that new tokens come from", False),
+    "tokens_generated": ("tokens", "action tokens of groups that were played", True),
+    "busy_s": ("busy_seconds", "time with at least one running episode", True),
+    "up_s": ("up_seconds", "time since the engine was ready", True),
+    "groups_limit": ("groups_limit", "groups that it may have in flight", False),
+    "engine_deaths": ("engine_restarts", "crashes of the engine, each followed by a restart", True),
+    "requests_restarted": ("requests_restarted", "requests that lost their tokens in a crash", True),
+    "kv_cache_use": ("kv_cache_ratio", "used share of the engine's KV cache", False),
+    "running": ("answers_running", "answers that are being generated", False),
+    "waiting": ("answers_waiting", "answers that wait for room in the engine", False),
+}
+"""For Prometheus, by the field of the server's status: name, meaning, whether it only grows."""
 
 
 @dataclass
@@ -183,6 +202,17 @@ class RolloutServer:
         """True once `leave` was called."""
         return self._leaving.is_set()
 
+    def readings(self) -> Iterator[Reading]:
+        """Metrics for Prometheus."""
+        status = msgspec.structs.asdict(self._credits().status)
+        for key, (name, meaning, counts) in METRICS.items():
+            if status.get(key) is not None:
+                yield Reading(f"server_{name}", meaning, status[key], counts=counts)
+        yield Reading("server_tickets", "tickets that the server holds", len(self._tickets.held))
+        yield Reading("server_groups", "groups to train on that were played", self._activity.groups, counts=True)
+        yield Reading("server_weight_updates", "updates of the weights", self._follower.updates, counts=True)
+        yield Reading("server_stall_seconds", "pauses of generation in them", self._follower.stalls_s, counts=True)
+
     def leave(self) -> None:
         """Takes no further tickets; `run` returns once the groups in work are delivered, or `rollout.notice_s` is over.
 
@@ -279,8 +309,12 @@ class RolloutServer:
     async def _play(self, ticket: m.Ticket, tally: Tally) -> None:
         """Plays a ticket and queues its group, or its failure."""
         try:
-            with self._activity.group():
+            traced_by = span(
+                "group", of=("group", ticket.id), root=True, kind=ticket.kind, server=self._name, version=ticket.version
+            )
+            with self._activity.group(), traced_by as traced:
                 group = await play_group(self._player, ticket, tally, on_generated=lambda: self._hold.answered(ticket))
+                traced.note(tokens=tally.sampled)
         except EpisodeFailed as error:
             if self._first.record_failure(error.reason):
                 await self._require_playable(error, tally)

@@ -35,6 +35,7 @@ COMMANDS = {
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
     "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
+    "trace": ("slipstream.tools.ledger.trace:command", "write the life of groups and steps as a timeline for Perfetto"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),

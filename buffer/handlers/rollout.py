@@ -26,6 +26,7 @@ from slipstream.buffer.store.types import DeliveredGroup, Facts, Origin
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.tracing import span
 
 log = get_log("buffer.rollout")
 
@@ -96,8 +97,10 @@ class Ingest:
         async with self._storing:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
-            groups = await self._sort_out(waiting)
-            delivered = await self._ledger.deliver(groups)
+            with span("store") as traced:
+                groups = await self._sort_out(waiting)
+                delivered = await self._ledger.deliver(groups)
+                traced.note(groups=[group.id for group in groups])
             stored = {group.id: outcome for group, outcome in zip(groups, delivered, strict=True)}
             origins = {group.id: group.origin for group in groups}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]

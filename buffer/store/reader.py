@@ -1,6 +1,7 @@
 """Read-only access to single groups of the ledger: facts, histories, bytes in Redis or in a spill file."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,34 @@ class LedgerReader:
         """The group's record, None if the ledger has nothing of it."""
         (found,) = await self.groups([group_id], with_history=True)
         return found
+
+    async def used_in(self, first: int, last: int) -> dict[int, list[str]]:
+        """Ids of the groups that steps used, by step (0-based), of those from `first` to `last` that are remembered."""
+        pipeline = self._redis.pipeline(transaction=True)
+        for state in ("used", "trained", "durable"):
+            pipeline.zrangebyscore(f"{self._prefix}:{state}", first, "+inf")
+        ids = [number.decode() for some in await pipeline.execute() for number in some]
+        for group_id in ids:
+            pipeline.lrange(f"{self._prefix}:steps:{group_id}", 0, -1)
+        by_step = defaultdict[int, list[str]](list)
+        for group_id, steps in zip(ids, await pipeline.execute(), strict=True):
+            for step in {int(step) for step in steps if first <= int(step) <= last}:
+                by_step[step].append(group_id)
+        return by_step
+
+    async def histories(self, group_ids: Sequence[str]) -> list[GroupRecord]:
+        """Records of groups that the ledger has, with their histories and without their bytes."""
+        pipeline = self._redis.pipeline(transaction=True)
+        for group_id in group_ids:
+            pipeline.hgetall(f"{self._prefix}:about:{group_id}")
+            pipeline.lrange(f"{self._prefix}:steps:{group_id}", 0, -1)
+            pipeline.lrange(f"{self._prefix}:history:{group_id}", 0, -1)
+        answers = await pipeline.execute()
+        found = [
+            _record(group_id, answers[3 * number], answers[3 * number + 1], None, answers[3 * number + 2])
+            for number, group_id in enumerate(group_ids)
+        ]
+        return [record for record in found if record is not None]
 
     async def groups(self, group_ids: Sequence[str], *, with_history: bool = False) -> list[GroupRecord | None]:
         """The groups' records, read atomically."""

@@ -20,6 +20,7 @@ ENV_SCORE: Final = "env"
 """The name under which the sum of a session's rewards is recorded."""
 PORT_COUNT: Final = 5
 """Ports of a run on one machine."""
+MAX_PORT: Final = 65535
 
 
 def port_defaults(base: int) -> dict[str, dict[str, object]]:
@@ -204,8 +205,26 @@ class TrackioConfig(Section):
     """Trackio (extra `trackio`), which keeps its database below `TRACKIO_DIR`."""
 
 
+def _listen_address(value: Any) -> Any:
+    """`HOST:PORT` for a port alone. Raises: ValueError for what is neither."""
+    if value is None:
+        return None
+    host, _, port = str(value).rpartition(":")
+    if isinstance(value, bool) or not port.isascii() or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise ValueError(f"{value!r} is neither a port (1 to {MAX_PORT}) nor HOST:PORT")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
+TraceTarget = Annotated[str, Field(pattern=r"^(file|https?://.+)$")]
+
+
+def _off_is_unset(value: Any) -> Any:
+    """YAML takes `off` for false."""
+    return None if value is False else value
+
+
 class TrackingConfig(Section):
-    """Trackers of metrics, besides `metrics.jsonl`, which is always written with the native names."""
+    """Trackers of metrics, besides `metrics.jsonl`, which is always written with the native names; traces."""
 
     names: Literal["native", "verl", "trl"] = "native"
     """Names of the metrics that trackers get; those without such a name keep their own."""
@@ -226,6 +245,12 @@ class TrackingConfig(Section):
     """Also log to TensorBoard."""
     trackio: TrackioConfig | None = None
     """Also log to Trackio."""
+    trace: Annotated[TraceTarget | None, BeforeValidator(_off_is_unset)] = None
+    """`file`: each process writes spans of its work into the run folder's traces/, for `slipstream trace`. An address,
+    such as `http://localhost:4318`: an OTLP collector gets them too. Unset or `off`: no spans."""
+    prometheus: Annotated[str | None, BeforeValidator(_listen_address)] = None
+    """`HOST:PORT`, or a port of loopback: each process serves `/metrics` for Prometheus there, or at the first free
+    port after it, and leaves its address in the run folder's prometheus/."""
 
 
 class RunConfig(Section):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slipstream.configs.runtime.errors import format_error
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.run import ToolConfig
 from slipstream.env.base import Action, Env, Message, Observation, Split, Task, ToolCall, Turn
 from slipstream.env.tools.schema import Tool, Toolbox, ToolError, ToolUnavailable
@@ -150,8 +151,9 @@ async def _run(call: ToolCall, tools: Mapping[str, LimitedTool], metrics: dict[s
         return f"error: {error}"
     deadline = asyncio.timeout(limited.deadline_s)
     try:
-        async with deadline:
-            return limited_text(await limited.tool.call(call.arguments), limited.max_output_characters)
+        with span("tool", tool=call.name):
+            async with deadline:
+                return limited_text(await limited.tool.call(call.arguments), limited.max_output_characters)
     except ToolUnavailable:
         raise
     # A tool may raise anything, and a SystemExit would end the sessions' event loop; the metrics count each.

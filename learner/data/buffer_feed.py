@@ -21,6 +21,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
@@ -216,14 +217,16 @@ class Feed:
 
     def _fetch(self, number: int, step: int, consuming_version: int) -> StepData:
         learner, world = self._config.learner, self._world
-        lease = self._lease(number, step, consuming_version)
+        with span("lease", of=("step", step + 1)) as leasing:
+            lease = self._lease(number, step, consuming_version)
+            leasing.note(groups=lease.ids)
         assigned = partition_groups(
             len(lease.ids), updates=learner.updates_per_step, rank=world.data_rank, world_size=world.data_size
         )
-        groups, plans = self._read(lease, chain.from_iterable(assigned)), None
+        groups, plans = self._read(step, lease, chain.from_iterable(assigned)), None
         if world.data_size > 1:
             assigned, plans = self._balance(number, step, groups)
-            groups |= self._read(lease, [index for index in chain.from_iterable(assigned) if index not in groups])
+            groups |= self._read(step, lease, [index for index in chain.from_iterable(assigned) if index not in groups])
         data = build_step(
             [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
             token_budget=learner.token_budget,
@@ -236,10 +239,12 @@ class Feed:
         )
         return replace(data, lease=lease)
 
-    def _read(self, lease: LeasedGroups, indices: Iterable[int]) -> dict[int, Group]:
+    def _read(self, step: int, lease: LeasedGroups, indices: Iterable[int]) -> dict[int, Group]:
         """The leased groups of these indices."""
         wanted = list(indices)
-        return dict(zip(wanted, self._reader.read([lease.ids[index] for index in wanted]), strict=True))
+        with span("read groups", of=("step", step + 1), groups=len(wanted)):
+            groups = self._reader.read([lease.ids[index] for index in wanted])
+        return dict(zip(wanted, groups, strict=True))
 
     def _balance(
         self, number: int, step: int, groups: Mapping[int, Group]

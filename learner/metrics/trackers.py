@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, format_error
+from slipstream.configs.runtime.exposition import serve_metrics
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.run import TrackingConfig
@@ -95,7 +96,18 @@ def build_trackers(
         return open_destination
 
     others = [BackgroundTracker(name, opening(name, settings), tracking) for name, settings in configured.items()]
-    return [JsonlTracker(paths.metrics), *others]
+    return [JsonlTracker(paths.metrics), *_prometheus(paths, tracking, run), *others]
+
+
+def _prometheus(paths: RunPaths, tracking: TrackingConfig, run: str) -> list[Tracker]:
+    """The tracker of `tracking.prometheus`, if that is set. Raises: ConfigError when its address can't be used."""
+    if tracking.prometheus is None:
+        return []
+    from slipstream.learner.metrics.prometheus import PrometheusTracker
+
+    tracker = PrometheusTracker()
+    serve_metrics(tracking.prometheus, paths.prometheus, run=run, process="learner", read=tracker.readings)
+    return [tracker]
 
 
 class BackgroundTracker:

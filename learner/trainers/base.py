@@ -19,6 +19,7 @@ from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
+from slipstream.configs.runtime.tracing import span
 from slipstream.learner.checkpoint import (
     BackgroundCheckpoint,
     ModelsAndOptimizers,
@@ -203,7 +204,8 @@ class Trainer(ABC, Generic[Batch]):
         try:
             with self.signals.deferred():
                 while self.state.step < self.config.learner.steps:
-                    self._step()
+                    with span("step", of=("step", self.state.step + 1), root=self.world.is_root, rank=self.world.rank):
+                        self._step()
         except StopRequested as stop:
             self.save_unsaved_steps()
             self._finish_uploads()
@@ -214,14 +216,16 @@ class Trainer(ABC, Generic[Batch]):
 
     def _step(self) -> None:
         started = time.perf_counter()
-        batch = self.next_batch()
+        with span("wait"):
+            batch = self.next_batch()
         signal = self.world.largest(self.signals.number)  # ranks receive it at different times
         if signal:
             raise StopRequested(signal)
         if self.reporter is not None:
             self.reporter.step_started()
         batch_ready = time.perf_counter()
-        metrics = self.update(batch)
+        with span("train"):
+            metrics = self.update(batch)
         self.state = replace(self.state, step=self.state.step + 1)
         updated = time.perf_counter()
         further = self.after_update(metrics)
@@ -229,7 +233,8 @@ class Trainer(ABC, Generic[Batch]):
         self.checkpoint_due |= last or self.state.step % checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.models.updated):
-            self.save(background=checkpoint.asynchronous and not last)
+            with span("checkpoint"):
+                self.save(background=checkpoint.asynchronous and not last)
         elif self._writing is not None and self._writing.is_written():
             self.finish_checkpoint()
         if self.reporter is not None:

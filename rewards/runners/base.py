@@ -15,6 +15,7 @@ import msgspec
 
 from slipstream.configs.runtime.errors import SlipstreamError, format_error
 from slipstream.configs.runtime.processes import guard_this_process
+from slipstream.configs.runtime.tracing import AnySpan, span
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Result
 from slipstream.rewards.compose import OUT_OF_TIME, Call, Reward, run_all
@@ -65,7 +66,8 @@ class InlineRunner:
             reward = self.rewards[call.name]
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until), reward.slot(len(call.indices), until=until):
-                    found[call] = await reward.run_async(chosen(call, episodes))
+                    with call_span(call):
+                        found[call] = await reward.run_async(chosen(call, episodes))
 
         await run_all([run(call) for call in calls if self._is_async(call)])
         return [found.get(call) or call.failed("scoring_timeout", f"{call.name}: {OUT_OF_TIME}") for call in calls]
@@ -76,6 +78,11 @@ class InlineRunner:
 
     def _is_async(self, call: Call) -> bool:
         return self.rewards[call.name].is_async
+
+
+def call_span(call: Call) -> AnySpan:
+    """The span of a call."""
+    return span("reward", reward=call.name, answers=len(call.indices))
 
 
 def chosen(call: Call, episodes: Sequence[Episode]) -> list[Episode]:

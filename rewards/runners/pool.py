@@ -21,6 +21,7 @@ from slipstream.rewards.runners.base import (
     START_S,
     UnreadableInfo,
     WorkerEnded,
+    call_span,
     chosen,
     close_rewards,
     decode_reply,
@@ -97,7 +98,8 @@ class Worker:
             for call, limit_s in zip(calls, limits_s, strict=True):
                 limit.reschedule(loop.time() + limit_s)
                 try:
-                    done.append(decode_reply(await self._message(), len(call.indices)))
+                    with call_span(call):
+                        done.append(decode_reply(await self._message(), len(call.indices)))
                 except UnreadableInfo:
                     self._is_usable = True
                     raise
@@ -226,7 +228,8 @@ class PoolRunner:
         try:
             shared = self._take_shared()
             await shared.loaded(START_S)
-            return await shared.score(self.rewards[call.name], episodes)
+            with call_span(call):
+                return await shared.score(self.rewards[call.name], episodes)
         except UnreadableInfo as error:
             return call.failed("reward_error", f"{call.name}: {error}")
         except TimeoutError:

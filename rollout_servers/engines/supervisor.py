@@ -10,6 +10,7 @@ import torch
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.configs.runtime import tracing
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
@@ -68,7 +69,7 @@ class Restarts:
             return
         self.awaits_weights = self.awaits_weights or engine.version > 0
         self.alive = False
-        self._restart = asyncio.create_task(self._start_another(reason, requests))
+        self._restart = asyncio.create_task(self._traced_start(reason, requests))
         self._restart.add_done_callback(self._restarted)
 
     def answered(self, engine: Engine) -> None:
@@ -101,6 +102,10 @@ class Restarts:
             self._restart.cancel()
             await asyncio.wait([self._restart], timeout=CLOSE_DEADLINE_S)
         await self._close_engine()
+
+    async def _traced_start(self, reason: str, requests: int) -> None:
+        with tracing.span("restart engine", reason=reason[:200], requests=requests):
+            await self._start_another(reason, requests)
 
     async def _start_another(self, reason: str, requests: int) -> None:
         pause_s = self._count_crash(reason, requests)

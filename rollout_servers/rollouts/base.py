@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.models.images import ImageError
@@ -336,18 +337,21 @@ class AnswerGenerator:
         """
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
-            async with asyncio.timeout(left_s + ENGINE_GRACE_S):
-                return await self.engine.generate(
-                    Request(
-                        token_ids,
-                        left_s,
-                        samples=samples,
-                        greedy=greedy,
-                        max_tokens=max_tokens,
-                        images=images,
-                        tally=tally,
+            with span("generate", context=len(token_ids), samples=samples) as traced:
+                async with asyncio.timeout(left_s + ENGINE_GRACE_S):
+                    answers = await self.engine.generate(
+                        Request(
+                            token_ids,
+                            left_s,
+                            samples=samples,
+                            greedy=greedy,
+                            max_tokens=max_tokens,
+                            images=images,
+                            tally=tally,
+                        )
                     )
-                )
+                traced.note(tokens=sum(len(answer.token_ids) for answer in answers), version=self.engine.version)
+                return answers
         except TimeoutError:
             detail = f"no reply of the engine within rollout.group_deadline_s={self.config.group_deadline_s:g}"
             raise EpisodeFailed("generation_timeout", detail) from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
 from slipstream.env.images import has_images, separate_images
@@ -238,19 +239,23 @@ class MultiTurn:
 
         async def play_one() -> None:
             conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
-            state, budgets = _State(conversation), _Budgets.start(self._config, until=until)
+            state, budgets, episode = _State(conversation), _Budgets.start(self._config, until=until), None
+            unused = UNFINISHED
             with tally.part() as tokens:
                 try:
-                    async with self._sessions.open(task, until=until) as session:
-                        self._begin(conversation, session.opening, task)
-                        ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
-                        if ended is not None:
-                            finished.append(self._played(task, state, ended))
-                        else:
-                            tokens.lose(UNFINISHED)
+                    with span("episode") as traced:
+                        async with self._sessions.open(task, until=until) as session:
+                            self._begin(conversation, session.opening, task)
+                            ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
+                            episode = ended and self._played(task, state, ended)
+                        traced.note(ended=ended or "group deadline", turns=len(state.turns))
                 except EpisodeFailed as error:
                     failures.append(error)
-                    tokens.lose(error.reason)
+                    unused = error.reason
+                if episode is None:
+                    tokens.lose(unused)
+                else:
+                    finished.append(episode)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(samples):
@@ -293,8 +298,9 @@ class MultiTurn:
             if completion.finish_reason == "abort" or not completion.token_ids:
                 return "wall" if budgets.wall_is_first and state.turns else None
             try:
-                async with asyncio.timeout_at(budgets.wall_at):
-                    turn = await session.step(action)
+                with span("env step", turn=len(state.turns), tool_calls=len(action.tool_calls)):
+                    async with asyncio.timeout_at(budgets.wall_at):
+                        turn = await session.step(action)
             except TimeoutError:
                 return "wall"
             state.add_turn(turn)

@@ -25,14 +25,16 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.configs.runtime.tracing import record, span
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig
 from slipstream.models.device_memory import gpu_id
 from slipstream.rollout_servers.engines.base import DirectSource, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import SourceGone, Staging
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receiver, build_receivers
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
-log, evaluation_log = get_log("rollout.weights"), get_log("rollout.evaluation")
+log = get_log("rollout.weights")
 
 JOIN_S = 1.0
 LEARNER_MS = 1000
@@ -43,13 +45,20 @@ GRACE_S = 5.0
 
 @dataclass
 class WeightFollower:
-    """Follows the learner; `on_applied` is called after each update."""
+    """Follows the learner; `on_applied` is called after each update.
+
+    Attributes:
+        updates: of the engine so far.
+        stalls_s: pauses of generation in them, together.
+    """
 
     config: RunConfig
     server: str
     engine: "Restartable"
-    hold: "EvaluationHold"
+    hold: EvaluationHold
     on_applied: Callable[[], None]
+    updates: int = field(default=0, init=False)
+    stalls_s: float = field(default=0.0, init=False)
     last_update: "WeightUpdate | None" = field(default=None, init=False)
 
     async def run(self, context: zmq.asyncio.Context) -> None:
@@ -167,7 +176,9 @@ class WeightFollower:
         return announced
 
     async def _receive(self, announce: w.Announce) -> None:
-        await self._inbound.receive(announce)
+        version = announce.manifest.version
+        with span("receive weights", of=("version", version), server=self.server, transport=announce.transport):
+            await self._inbound.receive(announce)
         loaded = w.Loaded(transfer=announce.transfer, version=announce.manifest.version)
         if not self._inbound.holds_half:
             await self._send(loaded)
@@ -192,10 +203,16 @@ class WeightFollower:
             await self._finish_evaluation()
         self._installing = True
         try:
-            stall_s = await self._inbound.install(announce)
+            with span("install weights", of=("version", manifest.version), server=self.server) as traced:
+                stall_s = await self._inbound.install(announce)
+                traced.note(stall_s=stall_s)
+                now = time.time_ns()
+                record("stall", now - round(stall_s * 1e9), now)
         finally:
             self._installing = False
         self._announced = None
+        self.updates += 1
+        self.stalls_s += stall_s
         self.last_update = WeightUpdate(stall_s=stall_s, took_s=time.monotonic() - self._announced_at)
         if manifest.evaluate:
             self.hold.hold(manifest.version)
@@ -391,80 +408,3 @@ class Inbound:
 
     def _new_staging(self) -> Staging:
         return Staging(self._run, shared=self._engine.shares_memory, device=self._engine.device)
-
-
-class EvaluationHold:
-    """Condition for applying the next version; ends by itself after `hold_s`.
-
-    Attributes:
-        changed: set when a hold begins or ends; whoever waits for it clears it.
-    """
-
-    def __init__(self, *, hold_s: float) -> None:
-        self._hold_s = hold_s
-        self._open: set[str] = set()
-        self._held: int | None = None
-        self._drained = -1
-        self._expiry: asyncio.TimerHandle | None = None
-        self._released = asyncio.Event()
-        self._released.set()
-        self.changed = asyncio.Event()
-
-    @property
-    def active(self) -> bool:
-        """True if the present version must stay."""
-        return not self._released.is_set()
-
-    @property
-    def evaluating(self) -> bool:
-        """True while answers of an evaluation are being generated."""
-        return bool(self._open)
-
-    def hold(self, version: int) -> None:
-        """`version` is now running and is to be evaluated."""
-        self._held = version
-        self._update()
-
-    def started(self, ticket: m.Ticket) -> None:
-        """An evaluation ticket is being worked on."""
-        self._open.add(ticket.id)
-        self._update()
-
-    def answered(self, ticket: m.Ticket) -> None:
-        """An evaluation ticket has all its answers, or there will be none; scoring them needs no engine."""
-        self._open.discard(ticket.id)
-        self._update()
-
-    def drained(self, version: int) -> None:
-        """The buffer has no more evaluation tickets of `version`, or of an earlier one, for this server."""
-        self._drained = max(version, self._drained)
-        self._update()
-
-    async def released(self) -> None:
-        """Waits until newer weights may be applied."""
-        await self._released.wait()
-
-    def _update(self) -> None:
-        active = bool(self._open) or (self._held is not None and self._held > self._drained)
-        if active == self.active:
-            return
-        self.changed.set()
-        if active:
-            self._released.clear()
-            self._expiry = asyncio.get_running_loop().call_later(self._hold_s, self._expire)
-        else:
-            self._released.set()
-            if self._expiry is not None:
-                self._expiry.cancel()
-
-    def _expire(self) -> None:
-        evaluation_log.warning(
-            "evaluation not finished in time: newer weights may interrupt it",
-            hold_s=self._hold_s,
-            tickets=sorted(self._open),
-            remedy="a larger eval.hold_s, or fewer tasks (eval.tasks)",
-        )
-        # What is left of this evaluation must not hold later versions too.
-        self._held = None
-        self._open.clear()
-        self._update()

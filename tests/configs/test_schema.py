@@ -23,6 +23,9 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["model.lora={}", "weights.transport=nccl"], "model.lora weights.transport=nccl"),
         (["model.lora={}", "model.train_vision_encoder=true"], "model.lora model.train_vision_encoder"),
         (["rewards=[]"], "rewards"),
+        (["tracking.trace=stdout"], "tracking.trace"),
+        (["tracking.prometheus=70000"], "tracking.prometheus 70000 65535"),
+        (["tracking.prometheus=localhost"], "tracking.prometheus localhost HOST:PORT"),
         (["rewards=[{name: digit_match, weight: 0}, {name: exact_match, weight: 0}]"], "rewards: weight"),
         (["rewards=[{name: a}, {name: a}]"], "rewards a once"),
         (["learner.groups_per_step=5", "learner.updates_per_step=2"],
@@ -204,3 +207,19 @@ def test_packages_below_engine_and_trainer_import_no_torch(tmp_path: Path) -> No
     heavy, count = done.stdout.split("\n")[:2]
     assert heavy == ""
     assert int(count) > 20, "the walk found the modules"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trace", "prometheus"),
+    [
+        ([], None, None),
+        (["tracking.trace=off", "tracking.prometheus=9400"], None, "127.0.0.1:9400"),
+        (["tracking.trace=file", "tracking.prometheus=0.0.0.0:9400"], "file", "0.0.0.0:9400"),
+        (["tracking.trace=https://collector:4318/", "tracking.prometheus='[::1]:9400'"],
+         "https://collector:4318/", "[::1]:9400"),
+    ],
+)  # fmt: skip
+def test_targets_of_traces_and_metrics(overrides: list[str], trace: str | None, prometheus: str | None) -> None:
+    tracking = load_config(DEMO, overrides).tracking
+    assert (tracking.trace, tracking.prometheus) == (trace, prometheus)
+    assert type(tracking).model_validate(tracking.model_dump(mode="json")) == tracking

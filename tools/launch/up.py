@@ -98,6 +98,8 @@ def command(argv: Sequence[str]) -> int:
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
         print(placement.text, flush=True)
+        if config.tracking.prometheus is not None:
+            print(f"addresses for Prometheus in {folder.prometheus}/*.json", flush=True)
         with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
             processes = RunProcesses(config, placement, supervisor, started_at=started_at, standbys=standbys)
             screen = make_screen(plain=arguments.plain)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig, OptimizerConfig
 from slipstream.configs.schema.rollout import SamplingConfig
 from slipstream.configs.schema.run import RewardConfig
@@ -101,13 +102,14 @@ class TrainStep:
         self._set_learning_rates(data.step, sums)
         skipped_before = self.skipped.count
         own_version = None if unpublished_steps else data.consuming_version
-        prepared = self._prepare(
-            rows,
-            updates,
-            consuming_version=data.consuming_version,
-            unpublished_steps=unpublished_steps,
-            kl_coefficient=self._kl_coefficient,
-        )
+        with span("score"):
+            prepared = self._prepare(
+                rows,
+                updates,
+                consuming_version=data.consuming_version,
+                unpublished_steps=unpublished_steps,
+                kl_coefficient=self._kl_coefficient,
+            )
         if traced is not None:
             traced.prepared(data.updates, prepared.advantages_BT)
         if prepared.correction is not None:
@@ -117,10 +119,12 @@ class TrainStep:
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
             sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
-                objective = self._objective(prepared, batches, number, data.step)
-                self._update_policy(batches, objective, own_version, sums, traced)
+                with span("update policy", micro_batches=len(batches)):
+                    objective = self._objective(prepared, batches, number, data.step)
+                    self._update_policy(batches, objective, own_version, sums, traced)
             if self.critic is not None:
-                self._update_critic(self.critic, batches, prepared, sums)
+                with span("update critic", micro_batches=len(batches)):
+                    self._update_critic(self.critic, batches, prepared, sums)
         sums.set("skipped_updates", self.skipped.count)
         if self.skipped.count > skipped_before:
             skipped = self.skipped.count - skipped_before

@@ -15,6 +15,7 @@ from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
+from slipstream.configs.runtime.tracing import span
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.data.images import ImageReader
@@ -235,11 +236,13 @@ class RLTrainer(Trainer[StepData]):
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
         started = time.perf_counter()
-        further = self._report_step(metrics)
+        with span("report", of=("step", self.state.step)):
+            further = self._report_step(metrics)
         step = self.state.step
         self.evaluation_due |= self.evaluates_after(step)
         if self._publishes_after(step):
-            self._publish(evaluate=self.evaluation_due)
+            with span("publish", version=self.state.version + 1):
+                self._publish(evaluate=self.evaluation_due)
             self.evaluation_due = False
         if self.root is not None:
             further |= self.root.reporter.sync_metrics()

@@ -13,7 +13,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.transports import build_transports
-from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine

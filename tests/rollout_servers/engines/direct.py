@@ -21,7 +21,8 @@ from slipstream.learner.weights.transports import Broadcast, Transports
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.contract.policies import policy_of, scores, write_policy
 

@@ -9,7 +9,8 @@ import zmq.asyncio
 
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights.layout import Segment
-from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.rollout_servers.scripted import LastingEngine
 from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, following
 

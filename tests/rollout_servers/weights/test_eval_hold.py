@@ -3,7 +3,7 @@
 import asyncio
 
 from slipstream.buffer.wire import messages as m
-from slipstream.rollout_servers.weights.follower import EvaluationHold
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from tests.rollout_servers.weights.channel import DEADLINE_S
 
 

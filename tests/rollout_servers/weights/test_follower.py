@@ -20,7 +20,8 @@ from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.transports import build_transports
 from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.follower import EvaluationHold, WeightFollower
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
 from tests.learner.weights.learner import Learner, gathered, wait_until
