@@ -11,7 +11,18 @@
   const nav = document.getElementById("nav");
   const main = document.getElementById("main");
 
-  const app = { runs: [], catalog: [], chosen: [], stream: new Map(), stops: new Map(), view: null, handle: null, abort: null, batch: new Map(), timer: 0 };
+  const app = {
+    runs: [],
+    catalog: [],
+    chosen: [],
+    stream: new Map(),
+    stops: new Map(),
+    view: null,
+    handle: null,
+    abort: null,
+    batch: new Map(),
+    timer: 0,
+  };
 
   // --- routes: #/VIEW/ARGUMENT?runs=A,B&…
 
@@ -23,7 +34,9 @@
   }
 
   const address = (name, argument, parameters) => {
-    const text = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "")).toString();
+    const text = new URLSearchParams(
+      Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== ""),
+    ).toString();
     return `#/${name}${argument ? `/${encodeURIComponent(argument)}` : ""}${text && `?${text}`}`;
   };
 
@@ -44,7 +57,16 @@
       parameters,
       signal,
       /** Keeps a view's choices in the address, without drawing it again. */
-      keep: (changes) => history.replaceState(null, "", S.link(view.name, argument, { ...Object.fromEntries(parameters), runs: runsParameter(), ...remember(parameters, changes) })),
+      keep: (changes) =>
+        history.replaceState(
+          null,
+          "",
+          S.link(view.name, argument, {
+            ...Object.fromEntries(parameters),
+            runs: runsParameter(),
+            ...remember(parameters, changes),
+          }),
+        ),
       go: (name, to, more) => (location.hash = S.link(name, to, more)),
       get: (path, query) => S.source.get(path, query, signal),
     };
@@ -69,7 +91,11 @@
     showNav();
     showHeader();
     followChosen();
-    const root = S.h("div", { class: `view view-${to.view.name}` }, S.h("h1", { class: "visually-hidden" }, to.view.title));
+    const root = S.h(
+      "div",
+      { class: `view view-${to.view.name}` },
+      S.h("h1", { class: "visually-hidden" }, to.view.title),
+    );
     main.replaceChildren(root);
     if (!app.chosen.length) {
       root.append(S.empty("There is no run yet. `slipstream up configs/demo.yaml` starts one; this page finds it."));
@@ -96,14 +122,17 @@
     }
     for (const run of wanted) {
       if (app.stops.has(run)) continue;
-      app.stops.set(run, S.source.follow(run, {
-        onRecord: (kind, data) => receive(run, kind, data),
-        onState: (state) => {
-          app.stream.set(run, state);
-          showState();
-        },
-        onGap: open,
-      }));
+      app.stops.set(
+        run,
+        S.source.follow(run, {
+          onRecord: (kind, data) => receive(run, kind, data),
+          onState: (state) => {
+            app.stream.set(run, state);
+            showState();
+          },
+          onGap: open,
+        }),
+      );
     }
   }
 
@@ -134,9 +163,22 @@
     state: S.h("span", { class: "state", role: "status" }),
     progress: S.h("span", { class: "progress muted" }),
     theme: S.h("button", { type: "button", class: "quiet", onclick: () => nextTheme() }),
-    help: S.h("button", { type: "button", class: "quiet", "aria-label": "Keys", title: "Keys (?)", onclick: () => showHelp() }, "?"),
+    help: S.h(
+      "button",
+      { type: "button", class: "quiet", "aria-label": "Keys", title: "Keys (?)", onclick: () => showHelp() },
+      "?",
+    ),
   };
-  header.append(S.h("span", { class: "brand" }, "slipstream"), parts.picker, parts.chips, S.h("span", { class: "spacer" }), parts.progress, parts.state, parts.theme, parts.help);
+  header.append(
+    S.h("span", { class: "brand" }, "slipstream"),
+    parts.picker,
+    parts.chips,
+    S.h("span", { class: "spacer" }),
+    parts.progress,
+    parts.state,
+    parts.theme,
+    parts.help,
+  );
 
   function showHeader() {
     const toggle = (id, isOn) => {
@@ -144,20 +186,44 @@
       if (!chosen.length) return;
       const { view, argument, parameters } = route();
       const wasOpen = parts.picker.open;
-      location.hash = address(view.name, isOn || app.chosen[0] !== id ? argument : null, { ...Object.fromEntries(parameters), runs: chosen.join(",") });
+      location.hash = address(view.name, isOn || app.chosen[0] !== id ? argument : null, {
+        ...Object.fromEntries(parameters),
+        runs: chosen.join(","),
+      });
       parts.picker.open = wasOpen;
     };
     const focused = document.activeElement?.dataset?.run;
     parts.picker.replaceChildren(
-      S.h("summary", { title: "Choose runs (r)" }, app.runs.length > 1 ? `Runs · ${app.chosen.length} of ${app.runs.length}` : "Run"),
-      S.h("div", { class: "menu" }, app.runs.map((run) =>
-        S.h("label", {},
-          S.h("input", { type: "checkbox", "data-run": run.id, checked: app.chosen.includes(run.id), onchange: (event) => toggle(run.id, event.target.checked) }),
-          S.h("span", { class: "menu-name" }, run.name, S.h("span", { class: "muted" }, ` ${run.folder}`)),
-          S.h("span", { class: "muted" }, `${run.state} · step ${S.number(run.step)}`)))),
+      S.h(
+        "summary",
+        { title: "Choose runs (r)" },
+        app.runs.length > 1 ? `Runs · ${app.chosen.length} of ${app.runs.length}` : "Run",
+      ),
+      S.h(
+        "div",
+        { class: "menu" },
+        app.runs.map((run) =>
+          S.h(
+            "label",
+            {},
+            S.h("input", {
+              type: "checkbox",
+              "data-run": run.id,
+              checked: app.chosen.includes(run.id),
+              onchange: (event) => toggle(run.id, event.target.checked),
+            }),
+            S.h("span", { class: "menu-name" }, run.name, S.h("span", { class: "muted" }, ` ${run.folder}`)),
+            S.h("span", { class: "muted" }, `${run.state} · step ${S.number(run.step)}`),
+          ),
+        ),
+      ),
     );
     if (focused) parts.picker.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
-    parts.chips.replaceChildren(...app.chosen.map((id, index) => S.h("span", { class: "chip" }, app.chosen.length > 1 && S.swatch(index), nameOf(id))));
+    parts.chips.replaceChildren(
+      ...app.chosen.map((id, index) =>
+        S.h("span", { class: "chip" }, app.chosen.length > 1 && S.swatch(index), nameOf(id)),
+      ),
+    );
     showState();
   }
 
@@ -183,8 +249,16 @@
   }
 
   function showNav() {
-    nav.replaceChildren(...S.views.map((view, i) =>
-      S.h("a", { href: S.link(view.name), "aria-current": view === app.view && "page", "aria-keyshortcuts": String(i + 1) }, S.h("kbd", { "aria-hidden": "true" }, String(i + 1)), view.title)));
+    nav.replaceChildren(
+      ...S.views.map((view, i) =>
+        S.h(
+          "a",
+          { href: S.link(view.name), "aria-current": view === app.view && "page", "aria-keyshortcuts": String(i + 1) },
+          S.h("kbd", { "aria-hidden": "true" }, String(i + 1)),
+          view.title,
+        ),
+      ),
+    );
     nav.querySelector("[aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
@@ -221,14 +295,28 @@
   // --- keys
 
   const KEYS = [
-    [`1 – ${S.views.length}`, "views"], ["/", "search"], ["r", "choose runs"], ["↑ ↓ Page Home End", "in a list, Enter opens"],
-    ["← →", "in a chart or a turn: cursor; with Shift in a chart: further"], ["drag", "in a chart: zoom, Esc or a double click goes back"], ["t", "colours: system, light, dark"], ["Esc", "close, leave a field"], ["?", "this list"],
+    [`1 – ${S.views.length}`, "views"],
+    ["/", "search"],
+    ["r", "choose runs"],
+    ["↑ ↓ Page Home End", "in a list, Enter opens"],
+    ["← →", "in a chart or a turn: cursor; with Shift in a chart: further"],
+    ["drag", "in a chart: zoom, Esc or a double click goes back"],
+    ["t", "colours: system, light, dark"],
+    ["Esc", "close, leave a field"],
+    ["?", "this list"],
   ];
-  const help = S.h("dialog", { "aria-label": "Keys" }, S.h("h2", {}, "Keys"), S.facts(KEYS), S.h("form", { method: "dialog" }, S.h("button", {}, "Close")));
+  const help = S.h(
+    "dialog",
+    { "aria-label": "Keys" },
+    S.h("h2", {}, "Keys"),
+    S.facts(KEYS),
+    S.h("form", { method: "dialog" }, S.h("button", {}, "Close")),
+  );
   document.body.append(help);
   const showHelp = () => help.showModal();
 
-  const isTyping = (element) => element.matches("input:not([type=checkbox], [type=radio], [type=range]), select, textarea");
+  const isTyping = (element) =>
+    element.matches("input:not([type=checkbox], [type=radio], [type=range]), select, textarea");
 
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
@@ -265,10 +353,16 @@
 
   async function load() {
     try {
-      [app.runs, app.catalog] = await Promise.all([S.source.get("runs"), app.catalog.length ? app.catalog : S.source.get("metrics")]);
+      [app.runs, app.catalog] = await Promise.all([
+        S.source.get("runs"),
+        app.catalog.length ? app.catalog : S.source.get("metrics"),
+      ]);
       await open();
     } catch (error) {
-      main.replaceChildren(S.empty(`The data can't be read: ${error.message}`), S.h("button", { type: "button", onclick: load }, "Try again"));
+      main.replaceChildren(
+        S.empty(`The data can't be read: ${error.message}`),
+        S.h("button", { type: "button", onclick: load }, "Try again"),
+      );
     }
   }
 

@@ -15,7 +15,11 @@
       "svg",
       { class: "swatch", viewBox: "0 0 24 8", "aria-hidden": "true" },
       S.svg("line", {
-        x1: 1, x2: 23, y1: 4, y2: 4, class: `stroke-${(index % LINES) + 1}`,
+        x1: 1,
+        x2: 23,
+        y1: 4,
+        y2: 4,
+        class: `stroke-${(index % LINES) + 1}`,
         "stroke-dasharray": DASHES[index % DASHES.length].join(" ") || null,
       }),
     );
@@ -37,7 +41,9 @@
   const axisNumber = (value) => {
     if (value === null) return "";
     if (value && Math.abs(value) < 0.001) return value.toExponential(0).replace("e-", "e−");
-    return Math.abs(value) >= 10000 ? S.short(value).replace(".0", "") : String(Number(value.toPrecision(6))).replace("-", "−");
+    return Math.abs(value) >= 10000
+      ? S.short(value).replace(".0", "")
+      : String(Number(value.toPrecision(6))).replace("-", "−");
   };
 
   /**
@@ -54,17 +60,26 @@
       this.marks = [];
       this.legend = S.h("div", { class: "legend" });
       this.canvas = S.h("div", {
-        class: "plot", tabindex: "0", role: "img", "aria-label": options.title,
-        onkeydown: (event) => this.moveCursor(event), onblur: () => this.plot?.setCursor({ left: -10, top: -10 }),
+        class: "plot",
+        tabindex: "0",
+        role: "img",
+        "aria-label": options.title,
+        onkeydown: (event) => this.moveCursor(event),
+        onblur: () => this.plot?.setCursor({ left: -10, top: -10 }),
       });
       this.canvas.style.height = `${this.options.height}px`;
       this.note = S.h("div", { class: "mark-note", "aria-live": "polite" });
       this.root = S.h(
         "figure",
         { class: "chart" },
-        S.h("figcaption", {}, S.h("span", { class: "chart-title" }, options.title),
-          options.unit && S.h("span", { class: "unit" }, options.unit), this.legend),
-        options.caption && S.h("p", { class: "caption", title: options.caption }, options.caption),
+        S.h(
+          "figcaption",
+          {},
+          S.h("span", { class: "chart-title" }, options.title),
+          options.unit && S.h("span", { class: "unit" }, options.unit),
+          this.legend,
+        ),
+        options.caption && S.h("p", { class: "caption", title: options.caption }, S.prose(options.caption)),
         this.canvas,
         this.note,
       );
@@ -81,13 +96,17 @@
 
     /**
      * Shows lines: `{label, index (colour and dash), x, y, interval?, points?, faint?}`, and marks of events:
-     * `{x, kind, text}`. `faint` lines stand behind, without a value in the legend.
+     * `{x, kind, text}`. `points`: true, or "loose" without a line between them. `faint` lines stand behind, without a value in the legend.
      */
     show(lines, marks = []) {
       this.lines = lines.filter((line) => line.x.length);
       this.marks = marks;
       if (!this.canvas.isConnected || !this.canvas.clientWidth) return; // drawn once it has a size
-      const shape = JSON.stringify([this.options.log, this.options.xName, this.lines.map((l) => [l.label, l.index, l.points, l.faint])]);
+      const shape = JSON.stringify([
+        this.options.log,
+        this.options.xName,
+        this.lines.map((l) => [l.label, l.index, l.points, l.faint]),
+      ]);
       const data = this.data();
       if (!this.plot || shape !== this.shape) this.build(data, shape);
       else this.plot.setData(data);
@@ -110,8 +129,11 @@
     settings() {
       const { log, sync, xName, onZoom, height, floor, ceiling } = this.options;
       const axis = {
-        stroke: () => S.css("--muted"), grid: { stroke: () => S.css("--grid"), width: 1 },
-        ticks: { show: false }, font: "11px system-ui, sans-serif", gap: 4,
+        stroke: () => S.css("--muted"),
+        grid: { stroke: () => S.css("--grid"), width: 1 },
+        ticks: { show: false },
+        font: "11px system-ui, sans-serif",
+        gap: 4,
       };
       const range = (_, low, high) => {
         if (low === null) return [0, 1];
@@ -123,7 +145,7 @@
         width: this.canvas.clientWidth,
         height,
         legend: { show: false },
-        padding: [6, 8, 0, 0],
+        padding: [6, 16, 0, 0],
         cursor: {
           sync: sync ? { key: sync, setSeries: false } : undefined,
           drag: { x: Boolean(onZoom), y: false, setScale: false },
@@ -134,7 +156,12 @@
           y: log ? { distr: 3 } : { range },
         },
         axes: [
-          { ...axis, size: 22, values: (_, ticks) => ticks.map((tick) => (xName === "time" ? S.duration(tick).replace(" 00 s", "") : axisNumber(tick))) },
+          {
+            ...axis,
+            size: 19,
+            values: (_, ticks) =>
+              ticks.map((tick) => (xName === "time" ? S.duration(tick).replace(" 00s", "") : axisNumber(tick))),
+          },
           { ...axis, size: 52, values: (_, ticks) => ticks.map(axisNumber) },
         ],
         series: [{}, ...(this.lines.length ? this.lines : [{ index: 0 }]).map((line) => this.series(line))],
@@ -148,9 +175,17 @@
 
     series({ index, points, faint }) {
       const stroke = () => S.lineColour(index);
-      if (points) return { stroke, width: 1, points: { show: true, size: 6, fill: stroke }, spanGaps: true };
+      const dots = { stroke, width: 1, points: { show: true, size: 6, fill: stroke }, spanGaps: true };
+      if (points) return points === "loose" ? { ...dots, paths: () => null } : dots;
       const few = (plot) => plot.data[0].length <= 2;
-      return { stroke, width: faint ? 1 : 1.5, alpha: faint ? 0.28 : 1, dash: DASHES[index % DASHES.length], spanGaps: true, points: { show: few, size: 5, fill: stroke } };
+      return {
+        stroke,
+        width: faint ? 1 : 1.5,
+        alpha: faint ? 0.28 : 1,
+        dash: DASHES[index % DASHES.length],
+        spanGaps: true,
+        points: { show: few, size: 5, fill: stroke },
+      };
     }
 
     drawIntervals(plot) {
@@ -179,7 +214,9 @@
       for (const { x, kind } of this.marks) {
         const at = plot.valToPos(x, "x", true);
         if (at < bbox.left || at > bbox.left + bbox.width) continue;
-        ctx.strokeStyle = ctx.fillStyle = S.css(kind === "throttle" ? "--accent" : kind === "warning" ? "--warn" : "--bad");
+        ctx.strokeStyle = ctx.fillStyle = S.css(
+          kind === "throttle" ? "--accent" : kind === "warning" ? "--warn" : "--bad",
+        );
         ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
         ctx.beginPath();
         ctx.moveTo(at, bbox.top);
@@ -228,18 +265,31 @@
         this.where = S.h("span", { class: "where" });
         this.legend.replaceChildren(
           this.where,
-          ...named.map((line, i) => S.h("span", { class: "entry" }, named.length > 1 && S.swatch(line.index), named.length > 1 && S.h("span", { class: "label" }, line.label), this.values[i])),
+          ...named.map((line, i) =>
+            S.h(
+              "span",
+              { class: "entry" },
+              named.length > 1 && S.swatch(line.index),
+              named.length > 1 && S.h("span", { class: "label" }, line.label),
+              this.values[i],
+            ),
+          ),
         );
       }
       values.forEach((text, i) => (this.values[i].textContent = text));
-      this.where.textContent = at === null || at === undefined ? "" : xName === "time" ? S.duration(at) : `step ${S.number(at)}`;
-      this.canvas.setAttribute("aria-label", `${this.options.title}: ${named.map((line, i) => `${line.label} ${values[i]}`).join(", ") || "no data"}`);
+      this.where.textContent =
+        at === null || at === undefined ? "" : xName === "time" ? S.duration(at) : `step ${S.number(at)}`;
+      this.canvas.setAttribute(
+        "aria-label",
+        `${this.options.title}: ${named.map((line, i) => `${line.label} ${values[i]}`).join(", ") || "no data"}`,
+      );
       this.showMark();
     }
 
     showMark() {
       const left = this.plot?.cursor.left ?? -1;
-      const near = left < 0 ? null : this.marks.find(({ x }) => Math.abs(this.plot.valToPos(x, "x") - left) < MARK_REACH_PX);
+      const near =
+        left < 0 ? null : this.marks.find(({ x }) => Math.abs(this.plot.valToPos(x, "x") - left) < MARK_REACH_PX);
       this.note.textContent = near ? `${near.kind}: ${near.text}` : "";
       this.note.hidden = !near;
     }

@@ -30,7 +30,8 @@
         for (const column of [this.step, this.time, ...Object.values(this.columns)]) column.pop();
       }
       for (const name of Object.keys(record)) {
-        if (name in this.columns || NOT_COLUMNS.includes(name) || !this.patterns.some((pattern) => pattern.test(name))) continue;
+        if (name in this.columns || NOT_COLUMNS.includes(name) || !this.patterns.some((pattern) => pattern.test(name)))
+          continue;
         this.columns[name] = new Array(this.length).fill(null);
       }
       for (const [name, column] of Object.entries(this.columns)) column.push(record[name] ?? null);

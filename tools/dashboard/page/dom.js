@@ -21,8 +21,11 @@ const S = { views: [] };
   S.h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
   S.svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
+  /** Text whose parts in backquotes are code. */
+  S.prose = (text) => text.split("`").map((part, i) => (i % 2 ? S.h("code", {}, part) : part));
+
   /** A sentence in place of a view's content: what is missing, and what to set. */
-  S.empty = (text) => S.h("p", { class: "empty" }, text);
+  S.empty = (text) => S.h("p", { class: "empty" }, S.prose(text));
 
   S.panel = (title, attributes, ...children) =>
     S.h("section", { class: "panel", ...attributes }, title && S.h("h2", {}, title), ...children);
@@ -64,12 +67,24 @@ const S = { views: [] };
         "table",
         {},
         S.h("caption", { class: "visually-hidden" }, caption),
-        S.h("thead", {}, S.h("tr", {}, columns.map((c) => S.h("th", { scope: "col", class: c.number && "number" }, c.title)))),
+        S.h(
+          "thead",
+          {},
+          S.h(
+            "tr",
+            {},
+            columns.map((c) => S.h("th", { scope: "col", class: c.number && "number" }, c.title)),
+          ),
+        ),
         S.h(
           "tbody",
           {},
           rows.map((row) =>
-            S.h("tr", { class: row.className }, row.cells.map((cell, i) => S.h("td", { class: columns[i].number && "number" }, cell))),
+            S.h(
+              "tr",
+              { class: row.className },
+              row.cells.map((cell, i) => S.h("td", { class: columns[i].number && "number" }, cell)),
+            ),
           ),
         ),
       ),
@@ -94,7 +109,12 @@ const S = { views: [] };
   /** Large numbers with k, M, G. */
   S.short = (value) => {
     if (!isNumber(value)) return "–";
-    for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
+    for (const [size, letter] of [
+      [1e12, "T"],
+      [1e9, "G"],
+      [1e6, "M"],
+      [1e4, "k"],
+    ])
       if (Math.abs(value) >= size) return `${(value / (letter === "k" ? 1e3 : size)).toFixed(1)} ${letter}`;
     return S.number(value);
   };
@@ -104,8 +124,8 @@ const S = { views: [] };
     if (seconds < 1) return `${(1000 * seconds).toFixed(0)} ms`;
     if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
     const minutes = Math.floor(seconds / 60);
-    if (minutes < 60) return `${minutes} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
-    if (minutes < 2880) return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+    if (minutes < 60) return `${minutes}m ${String(Math.floor(seconds % 60)).padStart(2, "0")}s`;
+    if (minutes < 2880) return `${Math.floor(minutes / 60)}h ${String(minutes % 60).padStart(2, "0")}m`;
     return `${(minutes / 1440).toFixed(1)} days`;
   };
 

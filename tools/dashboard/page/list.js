@@ -21,7 +21,14 @@
       this.space = S.h("div", { class: "list-space", role: "presentation" });
       this.root = S.h(
         "div",
-        { class: `list ${options.className || ""}`, role: "listbox", tabindex: "0", "aria-label": options.label, onscroll: S.perFrame(() => this.draw()), onkeydown: (event) => this.key(event) },
+        {
+          class: `list ${options.className || ""}`,
+          role: "listbox",
+          tabindex: "0",
+          "aria-label": options.label,
+          onscroll: S.perFrame(() => this.draw()),
+          onkeydown: (event) => this.key(event),
+        },
         this.space,
       );
       this.id = `list-${Math.random().toString(36).slice(2, 8)}`;
@@ -81,7 +88,12 @@
       const row = S.h(
         "div",
         {
-          class: "row", role: "option", id: `${this.id}-${index}`, "aria-selected": String(index === this.active), "aria-setsize": this.count, "aria-posinset": index + 1,
+          class: "row",
+          role: "option",
+          id: `${this.id}-${index}`,
+          "aria-selected": String(index === this.active),
+          "aria-setsize": this.count,
+          "aria-posinset": index + 1,
           onclick: () => {
             this.select(index);
             if (this.items[index]) open?.(this.items[index], index);
@@ -142,7 +154,8 @@
       const { rowHeight } = this.options;
       const top = index * rowHeight;
       if (top < this.root.scrollTop) this.root.scrollTop = top;
-      if (top + rowHeight > this.root.scrollTop + this.root.clientHeight) this.root.scrollTop = top + rowHeight - this.root.clientHeight;
+      if (top + rowHeight > this.root.scrollTop + this.root.clientHeight)
+        this.root.scrollTop = top + rowHeight - this.root.clientHeight;
       this.draw();
       this.select(index);
     }

@@ -11,10 +11,16 @@
     ["Answers", /^(answer|ended\/|trajectories_per|truncated_answers)/],
     ["Staleness", /^staleness|^throttle\//],
     ["Off-policy", /^(ess|weight_mean|kl_k|chi2|clip_fraction|truncated_fraction|masked|mismatch)/],
-    ["Optimisation", /^(loss|entropy|lr|grad_norm|skipped_updates|reference_kl|kl_coefficient|value_|critic_|experts\/)/],
+    [
+      "Optimisation",
+      /^(loss|entropy|lr|grad_norm|skipped_updates|reference_kl|kl_coefficient|value_|critic_|experts\/)/,
+    ],
     ["Throughput", /^(tokens|actions|answers$|step_s|train_s|publish_s|wait_s|mfu|perf|power|cost|gpu)/],
     ["Idle", /idle/],
-    ["Servers and KV cache", /^(kv_|weights?[/_]|generation_stall|engine_deaths|requests_restarted|groups_in_flight|policy_version|servers?[/_])/],
+    [
+      "Servers and KV cache",
+      /^(kv_|weights?[/_]|generation_stall|engine_deaths|requests_restarted|groups_in_flight|policy_version|servers?[/_])/,
+    ],
     ["Buffer", /^buffer\//],
     ["Other", /./],
   ];
@@ -24,7 +30,10 @@
 
   /** Unit and meaning of a metric by the catalogue; empty texts if it has none. */
   S.describe = (catalog, key, kind = "step") =>
-    catalog.find((metric) => metric.kind === kind && metric.name.split(" ").some((name) => matches(name, key))) || { unit: "", meaning: "" };
+    catalog.find((metric) => metric.kind === kind && metric.name.split(" ").some((name) => matches(name, key))) || {
+      unit: "",
+      meaning: "",
+    };
 
   const groupOf = (key) => GROUPS.find(([, expression]) => expression.test(key))[0];
 
@@ -52,8 +61,15 @@
     element(key) {
       const { unit, meaning } = S.describe(this.context.catalog, key);
       const chart = new S.Chart({
-        title: key, unit, caption: meaning, sync: "metrics", height: 150, format: (value) => S.value(key, unit, value),
-        log: this.choices.log, xName: this.choices.x, onZoom: (from, to) => this.zoom(from, to),
+        title: key,
+        unit,
+        caption: meaning,
+        sync: "metrics",
+        height: 150,
+        format: (value) => S.value(key, unit, value),
+        log: this.choices.log,
+        xName: this.choices.x,
+        onZoom: (from, to) => this.zoom(from, to),
       });
       chart.root.dataset.key = key;
       chart.canvas.addEventListener("dblclick", () => this.zoom(null, null));
@@ -82,10 +98,17 @@
       const { from, to } = this.choices;
       try {
         if (keys.length)
-          await Promise.all(runs.map(async (run) => {
-            const added = await S.loadColumns(run, keys, { points: CHART_POINTS, from: from ?? undefined, to: to ?? undefined }, signal);
-            this.merge(run, added);
-          }));
+          await Promise.all(
+            runs.map(async (run) => {
+              const added = await S.loadColumns(
+                run,
+                keys,
+                { points: CHART_POINTS, from: from ?? undefined, to: to ?? undefined },
+                signal,
+              );
+              this.merge(run, added);
+            }),
+          );
         this.draw();
       } catch (error) {
         if (error.name !== "AbortError") S.announce(error.message);
@@ -126,7 +149,12 @@
           const columns = this.columns.get(run)?.columns[key];
           if (!columns) return [];
           const line = { label: S.runName(run), index, x: xOf(columns), y: columns.column(key) };
-          return smooth ? [{ ...line, faint: true }, { ...line, y: S.smooth(line.y, smooth) }] : [line];
+          return smooth
+            ? [
+                { ...line, faint: true },
+                { ...line, y: S.smooth(line.y, smooth) },
+              ]
+            : [line];
         });
         this.charts.get(key).show(lines, this.marks(key));
       }
@@ -137,7 +165,13 @@
       const columns = this.columns.get(this.context.runs[0])?.columns[key];
       if (!columns?.length) return [];
       const elapsed = columns.elapsed();
-      const at = (step) => elapsed[Math.max(0, columns.step.findLastIndex((known) => known <= step))];
+      const at = (step) =>
+        elapsed[
+          Math.max(
+            0,
+            columns.step.findLastIndex((known) => known <= step),
+          )
+        ];
       return this.events.map(({ step, kind, text }) => ({ x: at(step), kind, text }));
     }
 
@@ -173,13 +207,22 @@
     async show(root, context) {
       const { parameters, runs, signal } = context;
       const number = (name) => (parameters.has(name) ? Number(parameters.get(name)) : null);
-      const choices = { x: parameters.get("x") || "step", log: parameters.has("log"), smooth: number("smooth") || 0, from: number("from"), to: number("to") };
+      const choices = {
+        x: parameters.get("x") || "step",
+        log: parameters.has("log"),
+        smooth: number("smooth") || 0,
+        from: number("from"),
+        to: number("to"),
+      };
       const [names, events] = await Promise.all([
         Promise.all(runs.map((run) => context.get(S.path(run, "series"), { keys: "*", points: 2 }))),
         context.get(S.path(runs[0], "events")),
       ]);
       const hidden = ["steps", "step", "time_s"];
-      const keys = [...new Set(names.flatMap(({ columns }) => Object.keys(columns)))].filter((key) => !hidden.includes(key));
+      const place = (key) => context.catalog.indexOf(S.describe(context.catalog, key));
+      const keys = [...new Set(names.flatMap(({ columns }) => Object.keys(columns)))]
+        .filter((key) => !hidden.includes(key))
+        .sort((a, b) => place(a) - place(b));
       if (!keys.length) {
         root.append(S.empty("No step is trained yet, so there is no metric."));
         return null;
@@ -193,9 +236,15 @@
         context.keep({ from: choices.from, to: choices.to });
       };
       const problem = S.h("span", { class: "problem", role: "alert" });
-      const filter = S.search("Filter", parameters.get("filter") || "", (text) => apply(text), { placeholder: "regular expression, such as ess|kl_" });
+      const filter = S.search("Filter", parameters.get("filter") || "", (text) => apply(text), {
+        placeholder: "regular expression, such as ess|kl_",
+      });
       const share = S.h("input", {
-        type: "range", min: 0, max: 0.98, step: 0.02, value: choices.smooth,
+        type: "range",
+        min: 0,
+        max: 0.98,
+        step: 0.02,
+        value: choices.smooth,
         oninput: (event) => {
           choices.smooth = Number(event.target.value);
           context.keep({ smooth: choices.smooth });
@@ -203,27 +252,50 @@
         },
       });
       const log = S.h("input", {
-        type: "checkbox", checked: choices.log,
+        type: "checkbox",
+        checked: choices.log,
         onchange: () => {
           context.keep({ log: log.checked && "1" });
           charts.setLog(log.checked);
         },
       });
       root.append(
-        S.h("div", { class: "bar" }, filter, problem,
-          S.select("Over", [["step", "steps"], ["time", "time"]], choices.x, (value) => {
-            context.keep({ x: value === "step" ? "" : value });
-            charts.setX(value);
-          }),
+        S.h(
+          "div",
+          { class: "bar" },
+          filter,
+          problem,
+          S.select(
+            "Over",
+            [
+              ["step", "steps"],
+              ["time", "time"],
+            ],
+            choices.x,
+            (value) => {
+              context.keep({ x: value === "step" ? "" : value });
+              charts.setX(value);
+            },
+          ),
           S.h("label", { class: "field" }, S.h("span", {}, "Smooth"), share),
           S.h("label", { class: "field check" }, log, S.h("span", {}, "log scale")),
-          range),
+          range,
+        ),
       );
       const sections = GROUPS.map(([title]) => {
         const own = keys.filter((key) => groupOf(key) === title);
         if (!own.length) return null;
-        const grid = S.h("div", { class: "charts" }, own.map((key) => charts.element(key)));
-        const section = S.h("details", { class: "group", open: true }, S.h("summary", {}, S.h("h2", {}, title), S.h("span", { class: "muted" }, S.number(own.length))), grid);
+        const grid = S.h(
+          "div",
+          { class: "charts" },
+          own.map((key) => charts.element(key)),
+        );
+        const section = S.h(
+          "details",
+          { class: "group", open: true },
+          S.h("summary", {}, S.h("h2", {}, title), S.h("span", { class: "muted" }, S.number(own.length))),
+          grid,
+        );
         return { section, own };
       }).filter(Boolean);
       const none = S.empty("No metric matches the filter.");
@@ -236,7 +308,9 @@
         context.keep({ filter: text });
         let shown = 0;
         for (const { section, own } of sections) {
-          const fits = own.filter((key) => expression.test(key) || expression.test(S.describe(context.catalog, key).meaning));
+          const fits = own.filter(
+            (key) => expression.test(key) || expression.test(S.describe(context.catalog, key).meaning),
+          );
           own.forEach((key) => (charts.charts.get(key).root.hidden = !fits.includes(key)));
           section.hidden = !fits.length;
           shown += fits.length;

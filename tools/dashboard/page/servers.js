@@ -12,7 +12,13 @@
     { key: "version", title: "Version", format: S.number },
     { key: "lag", title: "Lag", format: S.number, bad: 1, hint: "versions behind the published one" },
     { key: "stall_s", title: "Stall", format: S.duration, bad: 1, hint: "pause of generation in the last update" },
-    { key: "tokens_per_s", title: "Tokens/s", format: S.short, bad: -1, isBar: true },
+    {
+      key: "tokens_per_s",
+      title: "Tokens/s",
+      format: (value) => S.short(value === null ? null : Math.round(value)),
+      bad: -1,
+      isBar: true,
+    },
     { key: "idle_fraction", title: "Idle", format: S.percent, bad: 1, isBar: true, whole: 1 },
     { key: "kv_cache_use", title: "KV cache", format: S.percent, bad: 1, isBar: true, whole: 1 },
     { key: "running", title: "Running", format: S.number, isBar: true },
@@ -32,7 +38,10 @@
     for (const { key, bad } of COLUMNS.filter(({ bad }) => bad)) {
       const values = servers.map((server) => server[key]).filter((value) => typeof value === "number");
       const middle = median(values);
-      const spread = Math.max(FAR * 1.5 * median(values.map((value) => Math.abs(value - middle))), LEAST[key] ?? Math.abs(middle) * 0.5);
+      const spread = Math.max(
+        FAR * 1.5 * median(values.map((value) => Math.abs(value - middle))),
+        LEAST[key] ?? Math.abs(middle) * 0.5,
+      );
       found[key] = (value) => typeof value === "number" && bad * (value - middle) > spread && value !== middle;
     }
     return found;
@@ -43,11 +52,24 @@
       this.context = context;
       this.sort = context.parameters.get("sort") || "server";
       this.text = context.parameters.get("filter") || "";
-      this.list = new S.List({ label: "Servers", rowHeight: ROW_PX, className: "grid servers", render: (server) => this.cells(server) });
-      this.head = S.h("div", { class: "grid-head servers" }, COLUMNS.map((column) => {
-        const button = S.h("button", { type: "button", title: column.hint, onclick: () => this.sortBy(column.key) }, column.title);
-        return S.h("span", { class: column.isText ? "" : "number", "data-key": column.key }, button);
-      }));
+      this.list = new S.List({
+        label: "Servers",
+        rowHeight: ROW_PX,
+        className: "grid servers",
+        render: (server) => this.cells(server),
+      });
+      this.head = S.h(
+        "div",
+        { class: "grid-head servers" },
+        COLUMNS.map((column) => {
+          const button = S.h(
+            "button",
+            { type: "button", title: column.hint, onclick: () => this.sortBy(column.key) },
+            column.title,
+          );
+          return S.h("span", { class: column.isText ? "" : "number", "data-key": column.key }, button);
+        }),
+      );
       this.root = S.h("div", { class: "scroll" }, S.h("div", { class: "grid-wide" }, this.head, this.list.root));
     }
 
@@ -67,26 +89,38 @@
     show(servers) {
       this.servers = servers;
       this.isOutlier = limits(servers);
-      this.most = Object.fromEntries(COLUMNS.filter(({ isBar }) => isBar).map(({ key, whole }) => [key, whole ?? servers.reduce((most, server) => Math.max(most, server[key] ?? 0), 0)]));
+      this.most = Object.fromEntries(
+        COLUMNS.filter(({ isBar }) => isBar).map(({ key, whole }) => [
+          key,
+          whole ?? servers.reduce((most, server) => Math.max(most, server[key] ?? 0), 0),
+        ]),
+      );
       const key = this.sort.replace(/^-/, "");
       const sign = this.sort.startsWith("-") ? -1 : 1;
-      const order = key === "server" ? (a, b) => sign * String(a.server).localeCompare(String(b.server), "en", { numeric: true }) : (a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity));
+      const order =
+        key === "server"
+          ? (a, b) => sign * String(a.server).localeCompare(String(b.server), "en", { numeric: true })
+          : (a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity));
       const wanted = this.text.toLowerCase();
       this.list.setItems(servers.filter(({ server }) => String(server).toLowerCase().includes(wanted)).sort(order));
       this.list.root.style.height = `${Math.min(this.list.count * ROW_PX + 2, 620)}px`;
       for (const cell of this.head.children) cell.classList.toggle("sorted", cell.dataset.key === key);
-      for (const cell of this.head.children) cell.dataset.direction = cell.dataset.key === key ? (sign < 0 ? "↓" : "↑") : "";
+      for (const cell of this.head.children)
+        cell.dataset.direction = cell.dataset.key === key ? (sign < 0 ? "↓" : "↑") : "";
     }
 
     cells(server) {
-      return COLUMNS.map(({ key, isText, format, isBar }) => {
+      return COLUMNS.map(({ key, isText, format, isBar, bad }) => {
         if (isText) return S.h("span", { class: "name" }, String(server[key]));
         const value = server[key];
         const isFar = this.isOutlier[key]?.(value);
         const share = isBar && this.most[key] ? (value ?? 0) / this.most[key] : 0;
-        return S.h("span", { class: `number${isFar ? " outlier" : ""}`, title: isFar && "far from the other servers" },
+        return S.h(
+          "span",
+          { class: `number${isFar ? " outlier" : ""}`, title: isFar && "far from the other servers" },
           isBar && S.h("span", { class: "cell-bar", css: { width: `${Math.round(100 * Math.min(1, share))}%` } }),
-          S.h("span", { class: "cell-text" }, isFar && "▲ ", format(value ?? null)));
+          S.h("span", { class: "cell-text" }, isFar && (bad < 0 ? "▼ " : "▲ "), format(value ?? null)),
+        );
       });
     }
   }
@@ -94,18 +128,29 @@
   const sum = (servers, key) => servers.reduce((total, server) => total + (server[key] ?? 0), 0);
 
   function fleet({ servers, version }, isOutlier) {
-    const fact = (label, value, note) => S.h("div", { class: "tile" }, S.h("div", { class: "tile-label" }, label), S.h("div", { class: "tile-value" }, value), S.h("div", { class: "tile-note" }, note || " "));
+    const fact = (label, value, note) =>
+      S.h(
+        "div",
+        { class: "tile" },
+        S.h("div", { class: "tile-label" }, label),
+        S.h("div", { class: "tile-value" }, value),
+        S.h("div", { class: "tile-note" }, note || " "),
+      );
     const behind = servers.filter(({ lag }) => lag > 0).length;
     const far = servers.filter((server) => COLUMNS.some(({ key }) => isOutlier[key]?.(server[key]))).length;
     const middle = (key) => median(servers.map((server) => server[key]).filter((value) => typeof value === "number"));
     const known = (key) => servers.some((server) => typeof server[key] === "number");
     return [
-      fact("Servers", S.number(servers.length), far ? `${S.number(far)} differ from the others ▲` : "alike"),
+      fact("Servers", S.number(servers.length), far ? `${S.number(far)} far from the others` : "alike"),
       fact("Published version", S.number(version), behind ? `${S.number(behind)} servers behind it` : "on all servers"),
       fact("Tokens per second", known("tokens_per_s") ? S.short(sum(servers, "tokens_per_s")) : "–", "all servers"),
       fact("KV cache", known("kv_cache_use") ? S.percent(middle("kv_cache_use")) : "–", "median"),
       fact("Requests", `${S.short(sum(servers, "running"))}`, `${S.short(sum(servers, "waiting"))} waiting`),
-      fact("Engine restarts", S.number(sum(servers, "engine_deaths")), `${S.number(sum(servers, "requests_restarted"))} requests begun anew`),
+      fact(
+        "Engine restarts",
+        S.number(sum(servers, "engine_deaths")),
+        `${S.number(sum(servers, "requests_restarted"))} requests begun anew`,
+      ),
     ];
   }
 
@@ -121,7 +166,11 @@
         context.get(S.path(context.run, "servers"), { history: 1 }).catch(() => ({ columns: {} })),
       ]);
       if (!now?.servers?.length) {
-        root.append(S.empty("No rollout server has reported yet. Once a second the learner writes `servers.json`; runs of older releases have none."));
+        root.append(
+          S.empty(
+            "No rollout server has reported yet. Once a second the learner writes `servers.json`; runs of older releases have none.",
+          ),
+        );
         return null;
       }
       const table = new Table(context);
@@ -131,13 +180,38 @@
         tiles.replaceChildren(...fleet(state, table.isOutlier));
       };
       const charts = Object.keys(past.columns || {}).map((key) => {
-        const chart = new S.Chart({ title: key.replaceAll("_", " "), unit: HISTORY_UNITS[key], sync: "servers", height: 130, format: (value) => S.value(key, "", value), floor: 0 });
+        const chart = new S.Chart({
+          title: key.replaceAll("_", " "),
+          unit: HISTORY_UNITS[key],
+          sync: "servers",
+          height: 130,
+          format: (value) => S.value(key, "", value),
+          floor: 0,
+        });
         return { chart, key };
       });
       root.append(
         tiles,
-        S.panel(null, {}, S.h("div", { class: "bar" }, S.search("Find a server", table.text, (text) => table.filter(text))), table.root),
-        charts.length && S.panel("The fleet over the steps", {}, S.h("div", { class: "charts" }, charts.map(({ chart }) => chart.root))),
+        S.panel(
+          null,
+          {},
+          S.h(
+            "div",
+            { class: "bar" },
+            S.search("Find a server", table.text, (text) => table.filter(text)),
+          ),
+          table.root,
+        ),
+        charts.length &&
+          S.panel(
+            "The fleet over the steps",
+            {},
+            S.h(
+              "div",
+              { class: "charts" },
+              charts.map(({ chart }) => chart.root),
+            ),
+          ),
       );
       show(now);
       for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: past.step, y: past.columns[key] }]);

@@ -6,7 +6,9 @@
   const STREAMED = ["step", "eval", "servers", "event", "state"];
 
   const query = (parameters) =>
-    new URLSearchParams(Object.entries(parameters || {}).filter(([, value]) => value !== undefined && value !== "")).toString();
+    new URLSearchParams(
+      Object.entries(parameters || {}).filter(([, value]) => value !== undefined && value !== ""),
+    ).toString();
 
   /** A run's path below /api/. */
   S.path = (run, ...parts) => ["runs", run, ...parts].map(encodeURIComponent).join("/");
@@ -17,7 +19,10 @@
     /** The server's answer as JSON. Raises: Error with its explanation. */
     async get(path, parameters, signal) {
       const text = query(parameters);
-      const reply = await fetch(`api/${path}${text && `?${text}`}`, { signal, headers: { Accept: "application/json" } });
+      const reply = await fetch(`api/${path}${text && `?${text}`}`, {
+        signal,
+        headers: { Accept: "application/json" },
+      });
       const body = await reply.json().catch(() => ({ error: `the server answered ${reply.status} without JSON` }));
       if (!reply.ok) throw new Error(body.error || `the server answered ${reply.status}`);
       return body;
@@ -44,7 +49,8 @@
             stream.addEventListener("open", onGap, { once: true });
           }, RETRY_MS);
         });
-        for (const kind of STREAMED) stream.addEventListener(kind, (message) => onRecord(kind, JSON.parse(message.data)));
+        for (const kind of STREAMED)
+          stream.addEventListener(kind, (message) => onRecord(kind, JSON.parse(message.data)));
       };
       open();
       return () => {
@@ -55,7 +61,13 @@
   };
 
   /** A name with `*` for any text, as an expression. */
-  S.glob = (pattern) => new RegExp(`^${pattern.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*")}$`);
+  S.glob = (pattern) =>
+    new RegExp(
+      `^${pattern
+        .split("*")
+        .map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&"))
+        .join(".*")}$`,
+    );
 
   function selectSeries(whole, { keys = "*", from = -Infinity, to = Infinity }) {
     const patterns = keys.split(",").map(S.glob);
@@ -89,7 +101,8 @@
       const { kind, history, ...rest } = parameters;
       const variant = kind === "eval" && path.endsWith("/series") ? "?kind=eval" : history ? "?history=1" : "";
       const whole = data[decodeURIComponent(path) + variant];
-      if (whole === undefined) throw new Error("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
+      if (whole === undefined)
+        throw new Error("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
       if (path.endsWith("/series")) return selectSeries(whole, rest);
       if (path.endsWith("/samples")) return selectRows(whole, "samples", { kind, ...rest });
       if (path.endsWith("/groups") && whole.groups) return selectRows(whole, "groups", rest);

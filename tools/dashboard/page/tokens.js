@@ -13,9 +13,24 @@
   const MODES = {
     none: { label: "none" },
     version: { label: "version" },
-    logprob: { label: "log-prob", unit: "nats, log μ", scale: (value) => -Math.min(1, Math.abs(value) / 5), ends: ["0", "≤ −5: improbable"] },
-    ratio: { label: "ratio", unit: "new over old probability", scale: (value) => Math.max(-1, Math.min(1, Math.log2(Math.max(value, 1e-9)))), ends: ["≤ ½", "1", "≥ 2"] },
-    advantage: { label: "advantage", unit: "", scale: (value, most) => value / (most || 1), ends: ["negative", "0", "positive"] },
+    logprob: {
+      label: "log-prob",
+      unit: "nats, log μ",
+      scale: (value) => -Math.min(1, Math.abs(value) / 5),
+      ends: ["0", "≤ −5: improbable"],
+    },
+    ratio: {
+      label: "ratio",
+      unit: "new over old probability",
+      scale: (value) => Math.max(-1, Math.min(1, Math.log2(Math.max(value, 1e-9)))),
+      ends: ["≤ ½", "1", "≥ 2"],
+    },
+    advantage: {
+      label: "advantage",
+      unit: "",
+      scale: (value, most) => value / (most || 1),
+      ends: ["negative", "0", "positive"],
+    },
     trained: { label: "mask", unit: "" },
     entropy: { label: "entropy", unit: "nats", scale: (value, most) => value / (most || 1), ends: ["0", "highest"] },
   };
@@ -28,7 +43,9 @@
       this.mode = mode;
       const values = stretches.flatMap(({ tokens }) => tokens?.[mode] || []).filter((v) => typeof v === "number");
       this.most = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-      this.versions = [...new Set(stretches.flatMap(({ tokens }) => tokens?.version || []))].filter((v) => v !== null && v !== undefined && v >= 0).sort((a, b) => a - b);
+      this.versions = [...new Set(stretches.flatMap(({ tokens }) => tokens?.version || []))]
+        .filter((v) => v !== null && v !== undefined && v >= 0)
+        .sort((a, b) => a - b);
     }
 
     apply(element, tokens, row, isAction) {
@@ -45,15 +62,26 @@
     }
 
     legend() {
-      const entry = (className, text, share) => S.h("span", { class: "entry" }, S.h("span", { class: `token sample ${className}`, css: share && { "--share": share } }, "ab"), text);
-      if (this.mode === "version") return this.versions.map((version, i) => entry(`hue-${(i % HUES) + 1}`, `version ${version}`));
+      const entry = (className, text, share) =>
+        S.h(
+          "span",
+          { class: "entry" },
+          S.h("span", { class: `token sample ${className}`, css: share && { "--share": share } }, "ab"),
+          text,
+        );
+      if (this.mode === "version")
+        return this.versions.map((version, i) => entry(`hue-${(i % HUES) + 1}`, `version ${version}`));
       if (this.mode === "trained") return [entry("kept", "trained on"), entry("masked", "left out by a mask")];
       const { ends, unit, scale } = MODES[this.mode];
       if (!scale) return [];
       const isDiverging = ends.length === 3;
       const strong = `${100 * STRONGEST}%`;
       return [
-        entry(isDiverging || this.mode === "logprob" ? "negative" : "positive", isDiverging ? ends[0] : ends.at(-1), strong),
+        entry(
+          isDiverging || this.mode === "logprob" ? "negative" : "positive",
+          isDiverging ? ends[0] : ends.at(-1),
+          strong,
+        ),
         entry("", isDiverging ? ends[1] : ends[0]),
         isDiverging && entry("positive", ends[2], strong),
         unit && S.h("span", { class: "muted" }, unit),
@@ -67,7 +95,13 @@
     for (const mode of Object.keys(MODES)) {
       const value = tokens[mode]?.[row];
       if (value === null || value === undefined) continue;
-      facts.push(mode === "trained" ? (value ? "trained on" : "left out by a mask") : `${MODES[mode].label} ${typeof value === "number" && mode !== "version" ? value.toFixed(4) : value}`);
+      facts.push(
+        mode === "trained"
+          ? value
+            ? "trained on"
+            : "left out by a mask"
+          : `${MODES[mode].label} ${typeof value === "number" && mode !== "version" ? value.toFixed(4) : value}`,
+      );
     }
     return facts.join("   ");
   }
@@ -76,16 +110,33 @@
     constructor(stretches, mode) {
       this.stretches = stretches;
       this.spans = new Map(); // element -> [tokens, row, isAction]
-      const modes = Object.keys(MODES).filter((name) => name === "none" || stretches.some(({ tokens }) => tokens && present(tokens, name)));
+      const modes = Object.keys(MODES).filter(
+        (name) => name === "none" || stretches.some(({ tokens }) => tokens && present(tokens, name)),
+      );
       this.mode = modes.includes(mode) ? mode : "none";
       this.legend = S.h("div", { class: "token-legend" });
-      this.fact = S.h("div", { class: "token-fact", role: "status" }, "Point at a token, or focus a turn and move with the arrows.");
+      this.fact = S.h(
+        "div",
+        { class: "token-fact", role: "status" },
+        "Point at a token, or focus a turn and move with the arrows.",
+      );
       this.toolbar = S.h(
         "fieldset",
         { class: "segments" },
         S.h("legend", {}, "Colour by"),
         modes.map((name) =>
-          S.h("label", {}, S.h("input", { type: "radio", name: "colour", value: name, checked: name === this.mode, onchange: () => this.recolour(name) }), S.h("span", {}, MODES[name].label)),
+          S.h(
+            "label",
+            {},
+            S.h("input", {
+              type: "radio",
+              name: "colour",
+              value: name,
+              checked: name === this.mode,
+              onchange: () => this.recolour(name),
+            }),
+            S.h("span", {}, MODES[name].label),
+          ),
         ),
       );
       const actions = stretches.filter(({ role }) => role === "action").length;
@@ -94,7 +145,9 @@
         "div",
         { class: "transcript" },
         S.h("div", { class: "token-bar" }, this.toolbar, this.legend, this.fact),
-        stretches.map((stretch, i) => this.turn(stretch, stretch.role === "action" ? ++turn : turn, actions, i === stretches.length - 1)),
+        stretches.map((stretch, i) =>
+          this.turn(stretch, stretch.role === "action" ? ++turn : turn, actions, i === stretches.length - 1),
+        ),
       );
       this.recolour(this.mode);
     }
@@ -102,10 +155,34 @@
     turn(stretch, turn, turns, isLast) {
       const { role, text, start, end, versions } = stretch;
       const isAction = role === "action";
-      const versionText = versions?.length ? `version ${versions[0]}${versions.length > 1 ? `–${versions.at(-1)}` : ""}` : "";
-      const title = [ROLES[role] || role, turns > 1 && role !== "prompt" && `turn ${turn}`, `${S.number(end - start)} tokens`, isAction && versionText].filter(Boolean);
-      const body = S.h("div", { class: "turn-text", tabindex: "0", role: "group", "aria-label": title.join(", "), onkeydown: (event) => this.key(event, body) });
-      const details = S.h("details", { class: `turn ${role}` }, S.h("summary", {}, S.h("strong", {}, title[0]), S.h("span", { class: "muted" }, ` · ${title.slice(1).join(" · ")}`), S.h("span", { class: "gist" }, text.slice(0, 120))), body);
+      const versionText = versions?.length
+        ? `version ${versions[0]}${versions.length > 1 ? `–${versions.at(-1)}` : ""}`
+        : "";
+      const title = [
+        ROLES[role] || role,
+        turns > 1 && role !== "prompt" && `turn ${turn}`,
+        `${S.number(end - start)} tokens`,
+        isAction && versionText,
+      ].filter(Boolean);
+      const body = S.h("div", {
+        class: "turn-text",
+        tabindex: "0",
+        role: "group",
+        "aria-label": title.join(", "),
+        onkeydown: (event) => this.key(event, body),
+      });
+      const details = S.h(
+        "details",
+        { class: `turn ${role}` },
+        S.h(
+          "summary",
+          {},
+          S.h("strong", {}, title[0]),
+          S.h("span", { class: "muted" }, ` · ${title.slice(1).join(" · ")}`),
+          S.h("span", { class: "gist" }, text.slice(0, 120)),
+        ),
+        body,
+      );
       const fillOnce = () => {
         if (details.open && !body.hasChildNodes()) this.fill(body, stretch, 0);
       };
@@ -131,10 +208,17 @@
       }
       body.append(fragment);
       if (last < tokens.text.length) {
-        const more = S.h("button", { type: "button", onclick: () => {
-          more.remove();
-          this.fill(body, { tokens, text, role }, last);
-        } }, `${S.number(tokens.text.length - last)} more tokens`);
+        const more = S.h(
+          "button",
+          {
+            type: "button",
+            onclick: () => {
+              more.remove();
+              this.fill(body, { tokens, text, role }, last);
+            },
+          },
+          `${S.number(tokens.text.length - last)} more tokens`,
+        );
         body.append(more);
       }
       body.onpointerover = (event) => this.point(event.target);
@@ -174,7 +258,12 @@
   S.colourMode = "version";
 
   /** The turns of a sample or a group's answer. `stretches` as the server sends them. */
-  S.transcript = (stretches) => (stretches?.length ? new Transcript(stretches, S.colourMode).root : S.empty("Its tokens are not kept: `buffer.keep_trained` keeps those of trained groups, `samples/` those of chosen answers."));
+  S.transcript = (stretches) =>
+    stretches?.length
+      ? new Transcript(stretches, S.colourMode).root
+      : S.empty(
+          "Its tokens are not kept: `buffer.keep_trained` keeps those of trained groups, `samples/` those of chosen answers.",
+        );
 
   /** Facts of a sample as pairs of name and text. */
   S.sampleFacts = (sample) =>
@@ -190,5 +279,10 @@
       ["env", sample.env],
     ].filter(([, text]) => text !== null && text !== undefined && text !== "–");
 
-  S.facts = (pairs) => S.h("dl", { class: "facts" }, pairs.map(([name, text]) => S.h("div", {}, S.h("dt", {}, name), S.h("dd", {}, text))));
+  S.facts = (pairs) =>
+    S.h(
+      "dl",
+      { class: "facts" },
+      pairs.map(([name, text]) => S.h("div", {}, S.h("dt", {}, name), S.h("dd", {}, text))),
+    );
 })();
