@@ -84,6 +84,11 @@ class RunPaths:
         """Data of the embedded Redis-protocol server."""
         return self.root / "redis"
 
+    @property
+    def learner_lock(self) -> Path:
+        """Lock of this host's learner: a network file system may hold that of a host that is cut off for good."""
+        return self.root / f".learner-{socket.gethostname()}.lock"
+
 
 def checkpoint_name(step: int) -> str:
     """Name of the folder of a step's checkpoint."""
@@ -153,8 +158,7 @@ def _lock_path(paths: RunPaths, by: str) -> Path:
     if by == UP:  # beside the folder, because --fresh renames that
         root = paths.root if paths.root.name else paths.root.absolute()  # `.` has no name
         return root.with_name(f".{root.name}.lock")
-    # One per host: a network file system may hold the lock of a learner on a host that is cut off for good.
-    return paths.root / f".learner-{socket.gethostname()}.lock"
+    return paths.learner_lock
 
 
 def _try_lock(file: int, kind: int) -> bool:

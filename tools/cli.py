@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
     "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
+    "dashboard": ("slipstream.tools.dashboard.command:command", "serve a page over runs, live and finished"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
@@ -56,9 +57,9 @@ ELSEWHERE: Mapping[str, str] = {
         ("resume", "continue"), "`slipstream up CONFIG` continues an unfinished run; `--fresh` starts over"
     ),
     **dict.fromkeys(
-        ("status", "watch", "dashboard", "monitor", "logs"),
-        "`slipstream up` shows the progress; `slipstream ledger show RUN` and `slipstream samples RUN` read a running "
-        "run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics to a dashboard",
+        ("status", "watch", "monitor", "logs"),
+        "`slipstream dashboard` serves a page over a run; `slipstream ledger show RUN` and `slipstream samples RUN` "
+        "read a running run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics elsewhere",
     ),
     **dict.fromkeys(
         ("serve", "chat", "generate", "infer"),
