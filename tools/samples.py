@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from slipstream.buffer.wire.codec import action_mask
+from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_ids
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.metrics.samples import Kind, Sample, read_samples
 from slipstream.models.folder import Decode
@@ -73,13 +75,64 @@ def _described(sample: Sample, decode: Decode) -> str:
     what = f"step {sample.number}" if sample.kind == "step" else f"evaluation of version {sample.number}"
     scores = ", ".join(f"{printable(name)} {value:.4g}" for name, value in trajectory.scores.items())
     turns = ", ".join(f"{reward.value:.4g} up to token {reward.end}" for reward in trajectory.rewards)
+    advantage = _range(sample.advantage)
+    gain = f", advantage {advantage}" if advantage else ""
+    ended = printable(trajectory.finish_reason)
     lines = [
-        f"=== {what}: {sample.chosen}, reward {trajectory.reward:.4g}, ended by {printable(trajectory.finish_reason)}",
+        f"=== {what}: {sample.chosen}, reward {trajectory.reward:.4g}{gain}, ended by {ended}",
+        *_origin(sample),
         f"scores: {scores}",
         *([f"rewards of turns: {turns}"] if turns else []),
         text_of(trajectory, decode),
     ]
     return "\n".join(lines)
+
+
+def _origin(sample: Sample) -> list[str]:
+    """Lines on where the sample comes from and how it was trained on, as far as that was kept."""
+    lines = []
+    if sample.group_id:
+        task = "" if sample.task is None else f", task {sample.task}"
+        lines.append(f"answer {sample.answer} of group {sample.group_id}{task} of {printable(sample.env)}")
+    if sample.trained is not None:
+        ratios = _range(sample.ratio)
+        actions = int(np.count_nonzero(action_mask(sample.trajectory)))
+        trained = f"trained on {int(sample.trained.sum()):,} of {actions:,} tokens"
+        lines.append(trained + (f", ratio π_θ/μ {ratios}" if ratios else ""))
+    return lines
+
+
+def _range(values: NDArray[np.float32] | None) -> str:
+    """Lowest and highest of the values that are known, or the only one."""
+    known = np.zeros(0) if values is None else values[~np.isnan(values)]
+    if not known.size:
+        return ""
+    low, high = (f"{bound:+.3g}" if known.min() < 0 else f"{bound:.3g}" for bound in (known.min(), known.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def _token_columns(sample: Sample) -> dict[str, list[Any]]:
+    """Values of each token; null where there is none. Columns that were not kept are left out."""
+    trajectory = sample.trajectory
+    version = np.full(len(trajectory.action_mask), -1)
+    for span in trajectory.spans:
+        version[span.start : span.end] = span.version
+    is_action = action_mask(trajectory).astype(bool)
+    columns = {
+        "id": token_ids(trajectory).tolist(),
+        "version": [value if value >= 0 else None for value in version.tolist()],
+        "logprob": _known(np.where(is_action, behaviour_logprobs(trajectory), np.nan)),
+    }
+    for name, values in (("ratio", sample.ratio), ("advantage", sample.advantage), ("entropy", sample.entropy)):
+        if values is not None:
+            columns[name] = _known(values)
+    if sample.trained is not None:
+        columns["trained"] = sample.trained.tolist()
+    return columns
+
+
+def _known(values: NDArray[np.float32]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.astype(float).tolist()]
 
 
 def _record(sample: Sample, decode: Decode) -> dict[str, Any]:
@@ -88,9 +141,14 @@ def _record(sample: Sample, decode: Decode) -> dict[str, Any]:
         "kind": sample.kind,
         "number": sample.number,
         "chosen": sample.chosen,
+        "group_id": sample.group_id,
+        "answer": sample.answer,
+        "task": sample.task,
+        "env": sample.env,
         "reward": trajectory.reward,
         "scores": trajectory.scores,
         "finish_reason": trajectory.finish_reason,
         "rewards": [{"end": reward.end, "value": reward.value} for reward in trajectory.rewards],
         "stretches": [asdict(stretch) for stretch in stretches(trajectory, decode)],
+        "tokens": _token_columns(sample),
     }

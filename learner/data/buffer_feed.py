@@ -27,6 +27,7 @@ from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balanc
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import ActionBatch, build_rows
+from slipstream.learner.metrics.samples import Source, sources_of
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.feed")
@@ -52,6 +53,8 @@ class StepData:
     rows: ActionBatch
     """Actions of all updates, one update after the other."""
     trajectories: list[Trajectory]
+    sources: list[Source]
+    """Of the trajectories."""
     staleness: Mapping[int, int]
     """Staleness of action tokens, by their policy version."""
 
@@ -96,7 +99,7 @@ def build_step(
         images: reads the images of a vision-language model.
         plans: of each update's micro-batches, where several ranks train in step.
     """
-    updates, all_trajectories = [], list[Trajectory]()
+    updates, all_trajectories, sources = [], list[Trajectory](), list[Source]()
     unset: list[MicroBatchPlan | None] = [None] * len(assigned)
     for groups, plan in zip(assigned, plans or unset, strict=True):
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
@@ -105,13 +108,14 @@ def build_step(
         ]
         updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), plan=plan))
         all_trajectories += trajectories
+        sources += [source for group, _ in groups for source in sources_of(group, samples=1)]
     rows = build_rows(
         [group for groups in assigned for group in groups], terms=[reward.name for reward in rewards if reward.weight]
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
         staleness = {version: consuming_version - version for version in versions}
-    return StepData(step, consuming_version, updates, rows, all_trajectories, staleness)
+    return StepData(step, consuming_version, updates, rows, all_trajectories, sources, staleness)
 
 
 class Feed:

@@ -10,7 +10,7 @@ import pytest
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.learner.metrics.samples import SampleStore
+from slipstream.learner.metrics.samples import ActionColumns, SampleStore, Source
 from slipstream.models.folder import initial_model
 from slipstream.tools.samples import command
 from tests.tools.run_command import demo_config
@@ -22,8 +22,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = demo_config(tmp_path_factory.mktemp("run"))
     create_run_folder(config.paths, config)
     initial_model(config)
-    store = SampleStore(config.paths.samples)
-    store.keep("step", 1, [_trajectory([7, 7, 7], 0.0), _trajectory([3, 7, 7], 1.0)])
+    store = SampleStore(config.paths.samples, env=config.env.name)
+    answers = [_trajectory([7, 7, 7], 0.0), _trajectory([3, 7, 7], 1.0)]
+    ratio, advantage, trained = ([0.5, 1.25, 2], [-0.75] * 3, [1, 1, 0])
+    columns = (np.array(values, dtype="<f4").tobytes() for values in (ratio, advantage, trained, [np.nan] * 3))
+    store.keep("step", 1, answers, [Source("g1", 17)] * 2, actions={0: ActionColumns(*columns)})
     store.keep("step", 9, [_trajectory([3, 4, 5], 3.0)])
     store.keep("eval", 4, [_trajectory([5, 5], 0.5)])
     return config.paths.root
@@ -73,6 +76,22 @@ def test_text_is_cut_into_prompt_and_action(run: Path, capsys: pytest.CaptureFix
     assert f"  | {action['text']}" in shown
     assert "version 0, 2" in shown
     assert "\x1b" not in shown
+
+
+def test_values_of_tokens_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    worst, best = _listed(capsys, run, "--step", "1", "--worst")
+    assert [worst[key] for key in ("group_id", "answer", "task", "env")] == ["g1", 0, 17, "digits"]
+    tokens = worst["tokens"]
+    assert tokens["ratio"] == [None] * 4 + [0.5, 1.25, 2.0]
+    assert tokens["advantage"] == [None] * 4 + [-0.75] * 3
+    assert tokens["trained"] == [False] * 4 + [True, True, False]
+    assert tokens["entropy"] == [None] * 7
+    assert tokens["version"] == best["tokens"]["version"] == [None] * 4 + [0, 2, 2]
+    assert best["tokens"].keys() == {"id", "version", "logprob"}
+    assert command([str(run), "--step", "1", "--worst", "--most", "1"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("advantage -0.75", "group g1", "task 17 of digits", "0.5 to 2", "2 of 3 tokens"):
+        assert part in shown
 
 
 def test_run_without_samples_is_an_error(tmp_path: Path) -> None:

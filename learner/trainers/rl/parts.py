@@ -216,6 +216,5 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
         eval_reward=config.eval.reward,
         started=setup.started,
     )
-    return RootServices(
-        buffer, publisher, reporter, SampleStore(config.paths.samples, trackers=trackers, model=setup.initial_model)
-    )
+    samples = SampleStore(config.paths.samples, env=config.env.name, trackers=trackers, model=setup.initial_model)
+    return RootServices(buffer, publisher, reporter, samples)

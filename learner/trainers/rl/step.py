@@ -22,6 +22,7 @@ from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
+from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
@@ -75,12 +76,13 @@ class TrainStep:
             critic=self.critic,
         )
 
-    def run(self, data: StepData, *, unpublished_steps: int) -> dict[str, float]:
+    def run(self, data: StepData, *, unpublished_steps: int, traced: ActionTrace | None = None) -> dict[str, float]:
         """Trains on one step's groups; a collective.
 
         Args:
             unpublished_steps: training steps since the consuming version was published; 0: the present weights are that
                 version.
+            traced: records values of single rows.
 
         Returns: the step's metrics, of all ranks together.
 
@@ -99,13 +101,16 @@ class TrainStep:
             unpublished_steps=unpublished_steps,
             kl_coefficient=self._kl_coefficient,
         )
+        if traced is not None:
+            traced.prepared(data.updates, prepared.advantages_BT)
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
             if data.step >= self._pretrain_steps:
-                self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
+                objective = self._objective(prepared, batches, number, data.step)
+                self._update_policy(batches, objective, own_version, sums, traced)
             if self.critic is not None:
                 self._update_critic(self.critic, batches, prepared, sums)
         sums.set("skipped_updates", self.skipped.count)
@@ -152,10 +157,15 @@ class TrainStep:
         )
 
     def _update_policy(
-        self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
+        self,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        own_version: int | None,
+        sums: StepSums,
+        traced: ActionTrace | None,
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
-        for batch in batches:
+        for index, batch in enumerate(batches):
             scores = score_actions(
                 self.model,
                 batch,
@@ -170,6 +180,8 @@ class TrainStep:
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
             sums.add_policy(values, own_version)
+            if traced is not None:
+                traced.add(objective.update, index, values)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 

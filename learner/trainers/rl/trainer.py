@@ -18,7 +18,8 @@ from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.metrics.samples import SampleStore
+from slipstream.learner.metrics.action_trace import ActionTrace
+from slipstream.learner.metrics.samples import SampleStore, choose, sources_of
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import Trainer
@@ -179,11 +180,19 @@ class RLTrainer(Trainer[StepData]):
     def update(self, batch: StepData) -> dict[str, float]:
         """Trains on the groups, while those of the next step are fetched."""
         done = self.state.step + 1
-        if self.root is not None:
-            self.root.samples.keep("step", done, batch.trajectories)
         if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
+        unpublished_steps = self.state.step - self.published_step
+        if self.root is None:
+            return self.train_step.run(batch, unpublished_steps=unpublished_steps)
+        chosen = choose(batch.trajectories, seed=done)
+        traced = ActionTrace(chosen.values())
+        try:
+            return self.train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
+        finally:  # also when the step shows that training diverged
+            self.root.samples.keep(
+                "step", done, batch.trajectories, batch.sources, chosen=chosen, actions=traced.columns()
+            )
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
@@ -389,7 +398,8 @@ class RLTrainer(Trainer[StepData]):
                 log.warning("answers of an evaluation not kept", policy_version=report.version, reason=str(error))
             else:
                 trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-                samples.keep("eval", report.version, trajectories)
+                sources = [each for group in groups for each in sources_of(group, samples=self.config.eval.samples)]
+                samples.keep("eval", report.version, trajectories, sources)
 
     def _last_evaluation(self) -> None:
         """Waits for it; these weights generated its answers, so they show the mismatch of engine and learner."""

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.metrics import samples
-from slipstream.learner.metrics.samples import SampleStore, choose, read_samples
+from slipstream.learner.metrics.samples import ActionColumns, SampleStore, Source, choose, read_samples, sources_of
 
 
 def trajectory(reward: float, *, tokens: int = 4) -> m.Trajectory:
@@ -61,3 +62,32 @@ def test_damaged_file_is_left_out(tmp_path: Path) -> None:
     SampleStore(tmp_path).keep("step", 1, [trajectory(1)])
     (tmp_path / "step-000000000.msgpack").write_bytes(b"\x00\x01")
     assert [sample.number for sample in read_samples(tmp_path, "step")] == [1]
+
+
+def test_values_of_actions_are_read_by_token(tmp_path: Path) -> None:
+    ratio, advantage, kept, entropy = ([1.5, 0.5], [-1, 2], [1, 0], [3, np.nan])
+    columns = ActionColumns(*(np.array(each, dtype="<f4").tobytes() for each in (ratio, advantage, kept, entropy)))
+    mixed = msgspec.structs.replace(trajectory(1, tokens=2), scores={"mix/sums": 1.0}, episode=3)
+    store, sources = SampleStore(tmp_path, env="mix"), [Source("7", 4)] * 2
+    store.keep("step", 1, [trajectory(0), mixed], sources, chosen={"best": 1}, actions={1: columns})
+    (sample,) = read_samples(tmp_path, "step")
+    assert (sample.group_id, sample.answer, sample.task, sample.env) == ("7", 3, 4, "sums")
+    np.testing.assert_array_equal(sample.ratio, [np.nan, np.nan, 1.5, 0.5])
+    np.testing.assert_array_equal(sample.advantage, [np.nan, np.nan, -1, 2])
+    np.testing.assert_array_equal(sample.entropy, [np.nan, np.nan, 3, np.nan])
+    np.testing.assert_array_equal(sample.trained, [False, False, True, False])
+
+
+def test_sample_of_an_earlier_release_has_no_values(tmp_path: Path) -> None:
+    earlier = {"kind": "step", "number": 2, "chosen": "best", "trajectory": trajectory(1)}
+    (tmp_path / "step-000000002.msgpack").write_bytes(msgspec.msgpack.encode([earlier]))
+    (sample,) = read_samples(tmp_path, "step")
+    assert sample.trajectory == trajectory(1)
+    assert (sample.group_id, sample.task, sample.ratio, sample.trained) == ("", None, None, None)
+
+
+@pytest.mark.parametrize(("missing", "tasks"), [(0, [8, 8, 9, 9]), (1, [None] * 4)])
+def test_tasks_of_an_evaluation(missing: int, tasks: list[int | None]) -> None:
+    answers = [msgspec.structs.replace(trajectory(1), episode=episode) for episode in range(4)]
+    group = m.Group(id="e1", kind="eval", epoch=0, indices=[8, 9], trajectories=answers, missing=missing)
+    assert sources_of(group, samples=2) == [Source("e1", task) for task in tasks]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
-from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import ActionBatch
+from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -88,6 +90,50 @@ def test_update_without_finite_gradient_is_skipped(world: World, make_config: Ma
     for name, after in full_weights(train_step.model):
         assert torch.isfinite(after).all(), name
         assert not torch.equal(after, before[name]), name
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behaviour"])
+def test_traced_values_are_those_of_the_loss(world: World, make_config: MakeConfig, proximal: str) -> None:
+    rejections = [{"level": "token", "estimator": "k1", "high": 1.5}] if proximal == "recompute" else []
+    # So that both updates see the initial weights.
+    config = make_config(correction={"proximal": proximal, "rejections": rejections}, optimizer={"lr": 1e-12})
+    train_step = build_train_step(config, world)
+    data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
+    rows, model = data.rows, plain_copy(train_step, config)
+    traced = ActionTrace([0, 5, 30])
+    figures = train_step.run(data, unpublished_steps=0, traced=traced)
+    columns, kept = traced.columns(), 0.0
+    assert columns.keys() == {0, 5, 30}
+    target_BT = torch.zeros_like(rows.mask_BT)
+    for batch in (batch for batches in data.updates for batch in batches):
+        batch.put(target_BT, score_actions(model, batch, temperature=0.8).logprobs_A.detach())
+    ratio_BT, advantages_BT = (target_BT - rows.behaviour_logprobs_BT).exp(), advantages_of(rows)
+    for row, found in columns.items():
+        actions = int(rows.mask_BT[row].sum())
+        ratio, advantage, trained, entropy = (
+            np.frombuffer(column, dtype="<f4")
+            for column in (found.ratio, found.advantage, found.trained, found.entropy)
+        )
+        np.testing.assert_allclose(ratio, ratio_BT[row, :actions], rtol=1e-4)
+        np.testing.assert_allclose(advantage, advantages_BT[row, :actions], rtol=1e-4, atol=1e-6)
+        outside = (ratio > 1.5) | (ratio < 1 / 1.5)
+        np.testing.assert_array_equal(trained, ~outside if proximal == "recompute" else np.ones(actions))
+        assert (entropy > 0).all()
+        kept += trained.sum()
+    assert kept > 0
+    assert figures["masked_fraction"] > 0 or proximal == "behaviour"
+
+
+def test_trace_of_a_failed_step_has_no_ratios() -> None:
+    mask = np.array([0, 1, 1, 1], dtype=bool)
+    updates = [pack([TokenSequence(np.arange(4), mask)], token_budget=10)]
+    traced = ActionTrace([0])
+    assert traced.columns() == {}
+    traced.prepared(updates, torch.tensor([[0.5, 0.5, 0.25, 0.0]]))
+    found = traced.columns()[0]
+    np.testing.assert_array_equal(np.frombuffer(found.advantage, dtype="<f4"), [0.5, 0.5, 0.25])
+    assert np.isnan(np.frombuffer(found.ratio, dtype="<f4")).all()
+    assert not np.frombuffer(found.trained, dtype="<f4").any()
 
 
 def own_loss(model: nn.Module, batches: list[MicroBatch], data: StepData, anchors: list[Tensor]) -> tuple[Tensor, int]:
