@@ -1,0 +1,93 @@
+"use strict";
+// Columns of a run's metrics by step, extended by the records of its stream.
+
+(() => {
+  const MOST_ROWS = 4000;
+  const NOT_COLUMNS = ["kind", "step", "time_s"];
+
+  /** Metrics of one kind of record of a run. A record of a step that is already there replaces it and all after it. */
+  S.Columns = class {
+    /**
+     * `keys`: names of the columns, with `*`; `order`: the column that grows from record to record, `step` or, of
+     * evaluations, `policy_version`.
+     */
+    constructor({ step, time_s, columns }, keys, order = "step") {
+      this.step = [...step];
+      this.time = [...time_s];
+      this.columns = columns;
+      this.patterns = keys.map(S.glob);
+      this.order = order;
+    }
+
+    get length() {
+      return this.step.length;
+    }
+
+    /** Adds a record of metrics.jsonl. */
+    append(record) {
+      const order = this.order === "step" ? this.step : this.column(this.order);
+      while (this.length && order[this.length - 1] >= record[this.order]) {
+        for (const column of [this.step, this.time, ...Object.values(this.columns)]) column.pop();
+      }
+      for (const name of Object.keys(record)) {
+        if (name in this.columns || NOT_COLUMNS.includes(name) || !this.patterns.some((pattern) => pattern.test(name)))
+          continue;
+        this.columns[name] = new Array(this.length).fill(null);
+      }
+      for (const [name, column] of Object.entries(this.columns)) column.push(record[name] ?? null);
+      this.step.push(record.step);
+      this.time.push(record.time_s);
+      if (this.length > MOST_ROWS) this.thin();
+    }
+
+    /** Drops every other row of the older half: a page that is open for days stays small. */
+    thin() {
+      const half = this.length / 2;
+      const keep = (column) => column.filter((_, row) => row >= half || row % 2 === 0);
+      for (const name of Object.keys(this.columns)) this.columns[name] = keep(this.columns[name]);
+      [this.step, this.time] = [keep(this.step), keep(this.time)];
+    }
+
+    column(name) {
+      return this.columns[name] || [];
+    }
+
+    /** The last value that is not null, or null. */
+    last(name) {
+      return this.column(name).findLast((value) => value !== null) ?? null;
+    }
+
+    first(name) {
+      return this.column(name).find((value) => value !== null) ?? null;
+    }
+
+    /** Seconds of training at each step: `time_s` begins again at a restart. */
+    elapsed() {
+      let before = 0;
+      return this.time.map((time, row) => {
+        if (row && time < this.time[row - 1]) before += this.time[row - 1];
+        return before + time;
+      });
+    }
+  };
+
+  /** Exponential mean with weight `share` of the past, corrected for the start; nulls stay. */
+  S.smooth = (values, share) => {
+    let mean = 0;
+    let weight = 0;
+    return values.map((value) => {
+      if (typeof value !== "number") return null;
+      mean = share * mean + (1 - share) * value;
+      weight = share * weight + (1 - share);
+      return mean / weight;
+    });
+  };
+
+  /** Loads columns of a run. `options`: `kind`, `from`, `to`, `points`. */
+  S.loadColumns = async (run, keys, options, signal) => {
+    const isEval = options?.kind === "eval";
+    const names = isEval ? [...keys, "policy_version"] : keys;
+    const answer = await S.source.get(S.path(run, "series"), { keys: names.join(","), ...options }, signal);
+    return new S.Columns(answer, names, isEval ? "policy_version" : "step");
+  };
+})();
