@@ -16,8 +16,9 @@ from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
-from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, prober
+from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, peer_name, prober
 from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
+from slipstream.buffer.store.account import origin_of
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory
@@ -90,16 +91,19 @@ class MessageReceiver:
             if not 0 < len(frames) <= FRAMES_PER_MESSAGE or len(frames[0]) > CONTROL_BYTES:
                 raise FrameError(f"{len(frames)} frames, or one of control of more than {CONTROL_BYTES} bytes")
             message = decode(frames[0], m.ToService)
-            return ReceivedMessage(
-                peer, message, self._inspect(message, frames[1:]) if isinstance(message, m.Deliver) else ()
-            )
+            groups = self._inspect(peer, message, frames[1:]) if isinstance(message, m.Deliver) else ()
+            return ReceivedMessage(peer, message, groups)
         except FrameError as error:
             return ReceivedMessage(peer, error)
 
-    def _inspect(self, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
+    def _inspect(self, peer: bytes, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
         if len(blobs) != len(delivery.ids):
             raise FrameError(f"{len(delivery.ids)} groups announced, {len(blobs)} sent")
-        return [self._inspector.inspect(group_id, blob) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
+        server = peer_name(peer)
+        return [
+            self._inspector.inspect(group_id, blob, origin_of(group_id, server, delivery.sampled))
+            for group_id, blob in zip(delivery.ids, blobs, strict=True)
+        ]
 
 
 class BufferService:

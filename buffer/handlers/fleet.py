@@ -186,7 +186,8 @@ class Fleet:
         held = {peer_name(peer): credits.held for peer, (_, credits) in reports.items()}
         # An overloaded service reads heartbeats late: tickets that were granted in the meantime are not in them.
         delay_s = max(server.delay_s for server, _ in reports.values())
-        lost = await self._ledger.heartbeat(held, grace_s=GRACE_S + delay_s)
+        sampled = {peer_name(peer): credits.sampled for peer, (_, credits) in reports.items()}
+        lost = await self._ledger.heartbeat(held, sampled=sampled, grace_s=GRACE_S + delay_s)
         for server, credits in reports.values():
             server.recorded = credits
             server.credits_used = False

@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.buffer.policies.filters import EpisodeFacts, Verdict, apply_filters, draws, group_outcome
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.policies.statistics import histogram, tally, task_scores
-from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
+from slipstream.buffer.store.types import NOWHERE, DeliveredGroup, EvalSlice, Facts, Origin
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
 from slipstream.buffer.wire.messages import (
     CUT_OFF,
@@ -46,6 +46,10 @@ class EvalSliceResult:
     tallies: Mapping[str, tuple[float, float]]
     """Sum and sum of squares over the answered tasks, by the names of `task_scores`."""
     blob: bytes | memoryview
+    tokens: int
+    """Action tokens of the answers."""
+    unused: Mapping[str, int]
+    """Other tokens that were sampled for the slice, by reason."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Inspected:
 
     id: str
     result: DeliveredGroup | EvalSliceResult | Dropped | FrameError
+    origin: Origin
     largest_token: int = 0
     """The largest token id of the group (`largest_token`)."""
     epoch: int = 0
@@ -79,21 +84,22 @@ class Inspector:
         filters = [chosen for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)]
         self._needed_scores = trained | {chosen.score for chosen in filters if chosen.score}
 
-    def inspect(self, group_id: str, blob: bytes | memoryview) -> Inspected:
+    def inspect(self, group_id: str, blob: bytes | memoryview, origin: Origin = NOWHERE) -> Inspected:
         """The result for what was delivered under `group_id`."""
         try:
             group = check_group(group_id, blob, self._config.rollout, eval_samples=self._config.eval.samples)
         except FrameError as error:
-            return Inspected(group_id, error)
+            return Inspected(group_id, error, origin)
         if group.kind == EVAL:
             work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
             version, _ = version_range(group)
-            answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
-            return Inspected(group_id, answers, largest_token(group))
-        result = self.admit(group, blob)
-        return Inspected(group_id, result, largest_token(group), epoch=group.epoch, task=group.indices[0])
+            tokens = sum(episode.tokens for episode in _episodes(group))
+            answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob, tokens, group.unused)
+            return Inspected(group_id, answers, origin, largest_token(group))
+        result = self.admit(group, blob, origin)
+        return Inspected(group_id, result, origin, largest_token(group), epoch=group.epoch, task=group.indices[0])
 
-    def admit(self, group: Group, blob: bytes | memoryview) -> DeliveredGroup | Dropped:
+    def admit(self, group: Group, blob: bytes | memoryview, origin: Origin = NOWHERE) -> DeliveredGroup | Dropped:
         """The group as it will be stored, unless it is dropped. Deterministic: a repeated one has the same result.
 
         Args:
@@ -114,6 +120,8 @@ class Inspector:
             kept=scored if kept is group else histogram(lengths[index] for index in verdict.keep),
             dropped=_by_reason(verdict.dropped, lengths, group.lost),
             missing=group.missing - len(lost),
+            kept_tokens=sum(lengths[index] for index in set(verdict.keep)),
+            lost=_lost_tokens(group, verdict.dropped, lengths),
             task=group.indices[0],
             outcome=verdict.outcome,
         )
@@ -133,6 +141,7 @@ class Inspector:
                 rng=rng,
             ),
             facts=facts,
+            origin=origin,
         )
 
     def _random_numbers(self, number: int) -> np.random.Generator | None:
@@ -200,6 +209,16 @@ def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
         if trajectory.episode == indices[position]
     ]
     return msgspec.structs.replace(group, trajectories=trajectories)
+
+
+def _lost_tokens(group: Group, dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Mapping[str, int]:
+    """Tokens sampled for a group that are not trained on, by reason."""
+    tokens = Counter(group.unused)
+    for reason, lengths_lost in group.lost.items():
+        tokens[reason] += sum(lengths_lost)
+    for index, reason in dropped:
+        tokens[reason] += lengths[index]
+    return tokens
 
 
 def _by_reason(

@@ -19,9 +19,10 @@ from slipstream.buffer.handlers.inspection import (
 from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.statistics import histogram
+from slipstream.buffer.store.account import origin_of
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
 from slipstream.buffer.store.redis import MemoryGuard
-from slipstream.buffer.store.types import DeliveredGroup, Facts
+from slipstream.buffer.store.types import DeliveredGroup, Facts, Origin
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs.runtime.logging import get_log
@@ -83,7 +84,7 @@ class Ingest:
             if isinstance(group.result, DeliveredGroup | Dropped):
                 delivery.groups.append(group)
             else:
-                delivery.outcomes[group.id] = await self._not_stored(group.id, group.result)
+                delivery.outcomes[group.id] = await self._not_stored(group.id, group.result, group.origin)
         self._waiting.append(delivery)
         self._groups += len(delivery.groups)
         results = [group.result for group in delivery.groups]
@@ -98,12 +99,13 @@ class Ingest:
             groups = await self._sort_out(waiting)
             delivered = await self._ledger.deliver(groups)
             stored = {group.id: outcome for group, outcome in zip(groups, delivered, strict=True)}
+            origins = {group.id: group.origin for group in groups}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
                 log.warning("Redis lost the bytes of arriving groups, requesting them again", groups=lost)
             for group_id in [group_id for group_id, outcome in stored.items() if outcome == "future"]:
                 error = InvalidGroupError(FUTURE_VERSION, f"group {group_id}: a policy version that was not published")
-                stored[group_id] = await self._not_stored(group_id, error)
+                stored[group_id] = await self._not_stored(group_id, error, origins[group_id])
             for delivery in waiting:
                 outcomes = {group.id: stored[group.id] for group in delivery.groups if group.id in stored}
                 outcomes |= delivery.outcomes
@@ -121,7 +123,7 @@ class Ingest:
                 if isinstance(result, DeliveredGroup):
                     groups.append(result)
                 else:
-                    delivery.outcomes[group.id] = await self._not_stored(group.id, result)
+                    delivery.outcomes[group.id] = await self._not_stored(group.id, result, group.origin)
         return groups
 
     def _other_ticket(self, group: Inspected, place: Place | None, train_tasks: int) -> InvalidGroupError | None:
@@ -134,7 +136,7 @@ class Ingest:
         detail = f"group {group.id}: task {group.task} of epoch {group.epoch}, but its ticket has {task} of {epoch}"
         return InvalidGroupError(OTHER_TICKET, detail)
 
-    async def _not_stored(self, group_id: str, result: EvalSliceResult | Dropped | FrameError) -> str:
+    async def _not_stored(self, group_id: str, result: EvalSliceResult | Dropped | FrameError, origin: Origin) -> str:
         """The outcome of a group that is not stored with the others."""
         match result:
             case EvalSliceResult():
@@ -144,24 +146,30 @@ class Ingest:
                     failures=result.failures,
                     tallies=result.tallies,
                     blob=result.blob,
+                    origin=origin,
+                    tokens=result.tokens,
+                    lost=result.unused,
                 )
             case Dropped():
-                return await self._ledger.filter(group_id, reason=result.reason, facts=result.facts)
+                return await self._ledger.filter(group_id, reason=result.reason, facts=result.facts, origin=origin)
             case FrameError():
-                outcome = await self._reject(group_id, result.reason)
+                outcome = await self._reject(group_id, result.reason, origin)
                 self._malformed.add("group refused", group=group_id, code=result.reason, reason=str(result))
                 if outcome == "filtered":  # a slice of an evaluation may go to another server
                     self._fleet.offer_evaluation()
                 return outcome
 
-    async def _reject(self, group_id: str, reason: str) -> str:
+    async def _reject(self, group_id: str, reason: str, origin: Origin) -> str:
+        lost = {reason: origin.sampled}
         # A malformed group has no readable kind, so first try it as a slice of an evaluation.
         outcome = await self._ledger.evaluations.record_failure(
-            group_id, reason=reason, ignored_failures=MALFORMED_RETRIES
+            group_id, reason=reason, ignored_failures=MALFORMED_RETRIES, origin=origin, lost=lost
         )
         if outcome != "void":
             return outcome
-        return await self._ledger.filter(group_id, reason=reason, facts=Facts(), ignored_failures=MALFORMED_RETRIES)
+        return await self._ledger.filter(
+            group_id, reason=reason, facts=Facts(lost=lost), origin=origin, ignored_failures=MALFORMED_RETRIES
+        )
 
 
 def _within(group: Inspected, vocab_size: int) -> Inspected:
@@ -169,7 +177,7 @@ def _within(group: Inspected, vocab_size: int) -> Inspected:
     if group.largest_token < vocab_size:
         return group
     detail = f"group {group.id}: token id {group.largest_token} is outside the vocabulary of {vocab_size}"
-    return Inspected(group.id, InvalidGroupError(OUT_OF_VOCABULARY, detail))
+    return Inspected(group.id, InvalidGroupError(OUT_OF_VOCABULARY, detail), group.origin)
 
 
 class RolloutHandler:
@@ -216,7 +224,7 @@ class RolloutHandler:
         known = server is not None and server.hello.incarnation == goodbye.incarnation
         if known:
             del self._fleet.servers[peer]  # before the call: no heartbeat may be recorded after it
-        back = await self._ledger.leave(peer_name(peer), goodbye.incarnation)
+        back = await self._ledger.leave(peer_name(peer), goodbye.incarnation, sampled=goodbye.sampled)
         if known:
             log.info("server left", server=peer_name(peer), tickets_reissued=back)
         self._fleet.offer_evaluation()
@@ -244,13 +252,16 @@ class RolloutHandler:
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
         """Records a failed ticket."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
+        origin = origin_of(message.id, peer_name(peer), message.sampled)
         if message.kind == m.EVAL:
-            outcome = await self._ledger.evaluations.record_failure(message.id, reason=message.reason)
+            outcome = await self._ledger.evaluations.record_failure(
+                message.id, reason=message.reason, origin=origin, lost=message.unused
+            )
             self._fleet.offer_evaluation()
         else:
             lengths = histogram(message.lengths)
             dropped = {message.reason: lengths} if lengths else {}
-            facts = Facts(tokens=message.tokens, delivered=lengths, dropped=dropped)
-            outcome = await self._ledger.filter(message.id, reason=message.reason, facts=facts)
+            facts = Facts(tokens=message.tokens, delivered=lengths, dropped=dropped, lost=message.unused)
+            outcome = await self._ledger.filter(message.id, reason=message.reason, facts=facts, origin=origin)
         await self._send(peer, m.Acknowledge(outcomes={message.id: outcome}))
         self._fleet.ticket_returned(peer)

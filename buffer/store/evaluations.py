@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.statistics import estimates
 from slipstream.buffer.store.redis import Scripts
-from slipstream.buffer.store.types import EvalSlice, of_kind
+from slipstream.buffer.store.types import NOWHERE, EvalSlice, Origin, of_kind
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.configs.schema.run import EvalConfig
 
@@ -54,12 +54,17 @@ class Evaluations:
         failures: Mapping[str, int],
         tallies: Mapping[str, tuple[float, float]],
         blob: bytes | memoryview,
+        origin: Origin = NOWHERE,
+        tokens: int = 0,
+        lost: Mapping[str, int] | None = None,
     ) -> str:
         """Records a delivered slice of an evaluation.
 
         Args:
             failures: number of its tasks without an answer, by reason.
             tallies: sum and sum of squares of the other tasks' scores, by estimate; one is `score`.
+            tokens: of its answers.
+            lost: other tokens that were sampled for it, by reason.
         """
         outcome = await self._scripts.call(
             "evaluated",
@@ -71,13 +76,34 @@ class Evaluations:
             failures=failures,
             answered=work.tasks - sum(failures.values()),
             tallies=tallies,
+            origin=origin,
+            tokens=tokens,
+            lost=lost or {},
         )
         return str(outcome.decode())
 
-    async def record_failure(self, ticket_id: str, *, reason: str, ignored_failures: int = 0) -> str:
-        """Records a failed slice; after `ignored_failures` of them it is granted again, at most EVAL_RETRIES times."""
+    async def record_failure(
+        self,
+        ticket_id: str,
+        *,
+        reason: str,
+        ignored_failures: int = 0,
+        origin: Origin = NOWHERE,
+        lost: Mapping[str, int] | None = None,
+    ) -> str:
+        """Records a failed slice; after `ignored_failures` of them it is granted again, at most EVAL_RETRIES times.
+
+        Args:
+            lost: its tokens, by reason.
+        """
         outcome = await self._scripts.call(
-            "evaluation_failed", id=ticket_id, reason=reason, ignored_failures=ignored_failures, retries=EVAL_RETRIES
+            "evaluation_failed",
+            id=ticket_id,
+            reason=reason,
+            ignored_failures=ignored_failures,
+            retries=EVAL_RETRIES,
+            origin=origin,
+            lost=lost or {},
         )
         return str(outcome.decode())
 

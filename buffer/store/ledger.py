@@ -9,16 +9,19 @@ from slipstream.buffer.policies.admission import bounds
 from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.sampling import importance_weights
 from slipstream.buffer.policies.statistics import ks_distance
+from slipstream.buffer.store.account import account
 from slipstream.buffer.store.evaluations import Evaluations
 from slipstream.buffer.store.redis import Scripts, portions, set_all
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
+    NOWHERE,
     SPILL_BYTES,
     DeliveredGroup,
     Facts,
     IssuedTask,
     LeasedGroups,
     LedgerSnapshot,
+    Origin,
     Room,
     SpilledGroupsError,
     StepCheck,
@@ -30,7 +33,7 @@ from slipstream.buffer.store.types import (
     check_steps,
     of_kind,
 )
-from slipstream.buffer.wire.messages import LedgerCounts
+from slipstream.buffer.wire.messages import LedgerCounts, Sampled
 from slipstream.configs import RunConfig
 
 FORGET_AT_ONCE = 100
@@ -81,17 +84,24 @@ class Ledger:
         """Registers a server; returns the number of reissued tickets of an earlier process of that name."""
         return int(await self.scripts.call("join", server=server, incarnation=incarnation))
 
-    async def leave(self, server: str, incarnation: str) -> int:
-        """Removes a server; returns the number of tickets and evaluation slices that it held."""
-        return int(await self.scripts.call("leave", server=server, incarnation=incarnation))
+    async def leave(self, server: str, incarnation: str, *, sampled: Sampled | None = None) -> int:
+        """Removes a server; returns the number of tickets and evaluation slices that it held.
 
-    async def heartbeat(self, held: Mapping[str, Sequence[str]], *, grace_s: float) -> dict[str, int]:
+        Args:
+            sampled: its tokens so far of tickets that it has not settled.
+        """
+        return int(await self.scripts.call("leave", server=server, incarnation=incarnation, sampled=sampled or {}))
+
+    async def heartbeat(
+        self, held: Mapping[str, Sequence[str]], *, grace_s: float, sampled: Mapping[str, Sampled] | None = None
+    ) -> dict[str, int]:
         """Records that servers are alive; returns how many tickets, older than the grace, each of them does not hold.
 
         Args:
             held: the tickets of each server.
+            sampled: its tokens so far of these.
         """
-        flat = await self.scripts.call("heartbeat", held=held, grace_s=grace_s)
+        flat = await self.scripts.call("heartbeat", held=held, sampled=sampled or {}, grace_s=grace_s)
         return {server.decode(): int(lost) for server, lost in zip(flat[::2], flat[1::2], strict=True)}
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
@@ -139,10 +149,17 @@ class Ledger:
             outcomes += [outcome.decode() for outcome in answer]
         return outcomes
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
+    async def filter(
+        self, group_id: str, *, reason: str, facts: Facts, origin: Origin = NOWHERE, ignored_failures: int = 0
+    ) -> str:
         """issued → filtered(reason), at the failure after the first `ignored_failures`; returns the outcome."""
         outcome = await self.scripts.call(
-            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), ignored_failures=ignored_failures
+            "filter",
+            id=group_id,
+            reason=reason,
+            facts=facts.script_arguments(),
+            origin=origin,
+            ignored_failures=ignored_failures,
         )
         return str(outcome.decode())
 
@@ -286,7 +303,7 @@ class Ledger:
         """
         tasks = (await self.identity()).get("train_tasks")
         problems = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
-        return [problem.decode() for problem in problems]
+        return [problem.decode() for problem in problems] + (await account(self.scripts)).problems()
 
     async def check_steps(self) -> StepCheck:
         """Compares the groups of every trained step with `learner.groups_per_step`."""

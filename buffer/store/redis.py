@@ -313,7 +313,7 @@ def _require_pem(config: RedisConfig) -> None:
 
 NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 """Scripts that a full Redis refuses; all others either free memory or must run even then."""
-READ_ONLY = ("verify", "steps", "snapshot", "room", "places")
+READ_ONLY = ("verify", "account", "steps", "snapshot", "room", "places")
 """Scripts without writes; Redis enforces it."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
 """Scripts for the run's current learner only: the argument `learner` is its incarnation; empty skips the check."""
@@ -351,7 +351,7 @@ def scripts() -> dict[str, str]:
     """The text of every script, by its name."""
     lua = [file for file in (files(__package__) / "lua").iterdir() if file.name.endswith(".lua")]
     texts = {file.name.removesuffix(".lua"): file.read_text(encoding="utf-8") for file in lua}
-    prelude = texts.pop("prelude")
+    prelude = texts.pop("counts") + texts.pop("prelude")
     return {name: f"#!lua{_flags(name)}\n{prelude}{_body(name, text)}" for name, text in texts.items()}
 
 

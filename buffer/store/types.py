@@ -53,6 +53,20 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where the tokens of a ticket come from, for the account."""
+
+    server: str = ""
+    env: str = ""
+    """Label of the ticket's env; empty for evaluations."""
+    sampled: int = 0
+    """Tokens that the server's engine sampled for it, all of them."""
+
+
+NOWHERE = Origin()
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts of a delivered group that the ledger keeps besides its bytes."""
 
@@ -66,6 +80,10 @@ class Facts:
     """Lengths of the other answers, by the reason of the drop."""
     missing: int = 0
     """Answers that were not finished in time; their lengths are unknown."""
+    kept_tokens: int = 0
+    """Action tokens of the answers that may be trained on, each once."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """All other tokens that were sampled for the group, by reason."""
     task: int = 0
     """The task's index."""
     outcome: str | None = None
@@ -87,11 +105,13 @@ class DeliveredGroup:
     """Among its action tokens, as the oldest."""
     order: Order
     facts: Facts = field(default_factory=Facts)
+    origin: Origin = NOWHERE
 
     def script_arguments(self) -> dict[str, Any]:
         """The group as `deliver.lua` takes it, without its bytes."""
         return self.facts.script_arguments() | {
             "id": self.id,
+            "origin": self.origin,
             "oldest": self.oldest_version,
             "newest": self.newest_version,
             "order": self.order.key,

@@ -50,6 +50,10 @@ Lengths = Annotated[list[Count], msgspec.Meta(max_length=16_384)]
 Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=512)]
 """Values of settings that the sender and the service, or the other senders, must agree on; missing ones are not
 compared."""
+LostTokens = Annotated[dict[Word, Count], msgspec.Meta(max_length=64)]
+"""Tokens by the reason for which they are not used."""
+Sampled = Annotated[dict[Name, dict[GroupId, Count]], msgspec.Meta(max_length=4096)]
+"""Tokens that an engine sampled for tickets so far, by label of their env ('' for evaluations) and id."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
@@ -195,6 +199,8 @@ class Group(Message, frozen=True):
     """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
     images: Annotated[dict[ImageId, bytes], msgspec.Meta(max_length=MOST_IMAGES)] = {}
     """Encoded images of the trajectories, each once, as the env gave them."""
+    unused: LostTokens = {}
+    """Tokens sampled for the ticket that are neither in `trajectories` nor in `lost`, by reason."""
 
 
 class ServerStatus(Record, frozen=True):
@@ -306,6 +312,8 @@ class ServerGoodbye(Message, frozen=True):
 
     incarnation: Incarnation
     """That of the hello: a late goodbye must not affect a successor of the same name."""
+    sampled: Sampled = {}
+    """Of the tickets that it gives back."""
 
 
 class Welcome(Message, frozen=True):
@@ -334,6 +342,8 @@ class Credits(Message, frozen=True):
     status: ServerStatus
     held: Annotated[list[GroupId], msgspec.Meta(max_length=1_000_000)]
     """Ids of tickets in progress or finished but not acknowledged; other tickets sent to it were lost on the way."""
+    sampled: Sampled = {}
+    """Of these tickets."""
 
 
 class Tickets(Message, frozen=True):
@@ -354,6 +364,8 @@ class Deliver(Message, frozen=True):
     """Groups follow, one frame each, in this order."""
 
     ids: Annotated[list[GroupId], msgspec.Meta(max_length=GROUPS_PER_DELIVERY)]
+    sampled: Sampled = {}
+    """Of these tickets, all of their tokens."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -367,6 +379,10 @@ class GroupFailed(Message, frozen=True):
     tokens: Count = 0
     lengths: Lengths = []
     """Of its finished episodes."""
+    sampled: Sampled = {}
+    """Of this ticket, all of its tokens."""
+    unused: LostTokens = {}
+    """All of them, by reason."""
 
 
 class Acknowledge(Message, frozen=True):

@@ -1,7 +1,8 @@
 """The web application: routes that answer with JSON, live events, and the page's files. No route writes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.dashboard.columns import MOST_POINTS
+from slipstream.tools.dashboard.ledgers import LedgerError, Ledgers
 from slipstream.tools.dashboard.runs import Run, Runs, UnknownRun, catalogue, compare
 from slipstream.tools.dashboard.samples import MOST_ROWS, PROMPTS, Samples, Selection, UnknownSample
 from slipstream.tools.dashboard.stream import Feed
@@ -117,6 +119,7 @@ class Dashboard:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._samples = Samples()
+        self._ledgers = Ledgers()
         self._feeds: dict[str, Feed] = {}
 
     def app(self) -> Starlette:
@@ -140,6 +143,9 @@ class Dashboard:
             Route("/api/compare", self._answering(self._compare)),
             Route("/api/metrics", self._answering(lambda _: catalogue())),
             *(Route(f"/api/runs/{{id}}{path}", self._of_run(answer)) for path, answer in of_run.items()),
+            Route("/api/runs/{id}/groups", self._groups),
+            Route("/api/runs/{id}/groups/{group}", self._group),
+            Route("/api/runs/{id}/account", self._account),
             Route("/api/runs/{id}/stream", self._stream),
             Route("/api/{path:path}", self._unknown),
             Mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False)),
@@ -147,8 +153,16 @@ class Dashboard:
         return Starlette(
             routes=routes,
             middleware=[Middleware(Guard), Middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)],
+            lifespan=self._lifespan,
             exception_handlers={HTTPException: _http_error, SlipstreamError: _own_error},
         )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self._ledgers.close()
 
     def _answering(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """An endpoint whose answer is made in a thread: it reads files."""
@@ -194,8 +208,29 @@ class Dashboard:
         selection = Selection(kind=query.text("kind", "step"), equal={"task": request.path_params["task"]})
         return self._samples.search(run, selection)
 
+    async def _run(self, request: Request) -> Run:
+        return await run_sync(self._runs.get, request.path_params["id"])
+
+    async def _groups(self, request: Request) -> Response:
+        query = Parameters(request)
+        answer = await self._ledgers.ask(
+            await self._run(request),
+            "groups",
+            **{name: query.text(name) for name in ("state", "query", "sort")},
+            offset=query.count("offset", 0, 1 << 53),
+            limit=query.count("limit", 50, MOST_ROWS),
+        )
+        return Json(answer)
+
+    async def _group(self, request: Request) -> Response:
+        group_id = request.path_params["group"]
+        return Json(await self._ledgers.ask(await self._run(request), "group", group_id=group_id))
+
+    async def _account(self, request: Request) -> Response:
+        return Json(await self._ledgers.account(await self._run(request)))
+
     async def _stream(self, request: Request) -> Response:
-        run = await run_sync(self._runs.get, request.path_params["id"])
+        run = await self._run(request)
         feed = self._feeds.setdefault(run.id, Feed(run))
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
         return EventSourceResponse(feed.events(after), ping=HEARTBEAT_S, sep="\n")
@@ -210,4 +245,4 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
-    return Json({"error": str(error)}, 404 if isinstance(error, UnknownRun | UnknownSample) else 503)
+    return Json({"error": str(error)}, 404 if isinstance(error, UnknownRun | UnknownSample | LedgerError) else 503)

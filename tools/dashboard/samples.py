@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -116,7 +117,11 @@ class Samples:
             raise UnknownSample(f"run {run.id} has no sample {sample_id!r}: the list shows those that were kept")
         decode, note = decoder(run)
         row = _row(samples[index], index, decode)
-        return {**_with_excerpt(row, ""), "note": note, "stretches": stretches_of(samples[index], decode)}
+        return {
+            **_with_excerpt(row, ""),
+            "note": note,
+            "stretches": stretches_of(samples[index].trajectory, decode, _values(samples[index])),
+        }
 
     def prompts(self, run: Run, limit: int) -> list[Record]:
         """Tasks that were sampled at several steps, those with most samples first."""
@@ -174,30 +179,32 @@ def decoder(run: Run) -> tuple[Decode, str]:
         decode, reason = decoder_or_reason(run.folder, ModelConfig(**keys))
     except ValidationError as error:
         decode, reason = None, str(error)
-    return decode or _ids_as_text, reason
+    return decode or ids_as_text, reason
 
 
-def _ids_as_text(ids: Sequence[int]) -> str:
+def ids_as_text(ids: Sequence[int]) -> str:
+    """The ids, where there is no tokenizer."""
     return "".join(f"{number} " for number in ids)
 
 
-def stretches_of(sample: Sample, decode: Decode) -> list[Record]:
-    """Prompt, answers and observations, each with columns of its tokens."""
-    trajectory = sample.trajectory
+def stretches_of(
+    trajectory: Trajectory, decode: Decode, values: Mapping[str, NDArray[Any]] = MappingProxyType({})
+) -> list[Record]:
+    """Prompt, actions and observations, each with columns of its tokens.
+
+    Args:
+        values: further columns of all tokens, which those of the actions get.
+    """
     ids = token_ids(trajectory)
-    columns: dict[str, Any] = {"logprob": behaviour_logprobs(trajectory)}
-    for name in ("ratio", "advantage", "trained", "entropy"):
-        values = getattr(sample, name, None)
-        if values is not None and len(values):
-            columns[name] = _per_token(values, name, len(ids))
     versions = np.full(len(ids), np.nan)
     for span in trajectory.spans:
         versions[span.start : span.end] = span.version
+    columns = {"version": versions, "logprob": behaviour_logprobs(trajectory), **values}
     texts = token_texts(ids.tolist(), decode)
     parts = []
     for stretch in stretches(trajectory, decode):
         part = slice(stretch.start, stretch.end)
-        is_action = stretch.role == "action"
+        shown = columns if stretch.role == "action" else {}
         parts.append({
             "role": stretch.role,
             "start": stretch.start,
@@ -206,22 +213,18 @@ def stretches_of(sample: Sample, decode: Decode) -> list[Record]:
             "tokens": {
                 "text": texts[part],
                 "id": ids[part].tolist(),
-                **(
-                    {"version": numbers(versions[part])}
-                    | {name: numbers(np.asarray(values[part], dtype=np.float64)) for name, values in columns.items()}
-                    if is_action
-                    else {}
-                ),
+                **{name: numbers(np.asarray(column[part], dtype=np.float64)) for name, column in shown.items()},
             },
         })  # fmt: skip
     return parts
 
 
-def _per_token(values: object, name: str, tokens: int) -> NDArray[np.float64]:
-    """A column of a sample, NaN where its length is another than that of the tokens."""
-    dtype = "u1" if name == "trained" else "<f4"
-    array = np.frombuffer(values, dtype=dtype) if isinstance(values, bytes) else np.asarray(values)
-    return array.astype(np.float64) if len(array) == tokens else np.full(tokens, np.nan)
+def _values(sample: Sample) -> dict[str, NDArray[Any]]:
+    """The per-token columns that the sample has."""
+    columns = {
+        "ratio": sample.ratio, "advantage": sample.advantage, "trained": sample.trained, "entropy": sample.entropy,
+    }  # fmt: skip
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def _row(sample: Sample, index: int, decode: Decode) -> Row:
@@ -234,12 +237,11 @@ def _row(sample: Sample, index: int, decode: Decode) -> Row:
         "kind": sample.kind,
         "number": sample.number,
         "chosen": sample.chosen,
-        "group_id": getattr(sample, "group_id", None) or None,
-        "answer": getattr(sample, "answer", None),
-        "task": getattr(sample, "task", None),
-        "env": getattr(sample, "env", None) or None,
+        "group_id": sample.group_id or None,
+        "answer": sample.answer,
+        "task": sample.task,
+        "env": sample.env or None,
         **facts_of(trajectory),
-        "staleness": getattr(sample, "staleness", None),
     }
     return Row(facts, prompt + answer, len(prompt))
 

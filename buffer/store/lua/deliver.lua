@@ -7,11 +7,11 @@ local published = math.max(args.published, tonumber(redis.call('HGET', key('meta
 local race
 
 local function deliver(id, facts)
-  if seen[id] then return 'duplicate' end
+  if seen[id] then return settle_late('duplicate', id, facts.origin) end
   local known = redis.call('HMGET', key('about:' .. id), 'state', 'server')
   if known[1] ~= 'issued' then
     redis.call('DEL', key('arriving:' .. id))
-    return late_outcome(id)
+    return settle_late(late_outcome(id), id, facts.origin)
   end
   if facts.newest > published then
     redis.call('DEL', key('arriving:' .. id))
@@ -26,6 +26,8 @@ local function deliver(id, facts)
   end
   order = string.format('%.17g', order)
   seen[id] = true
+  local origin = facts.origin
+  local row = settle_accepted(origin.server, origin.env, id, origin.sampled, facts.lost, facts.kept_tokens)
   local ids = by_server[known[2]] or {}
   by_server[known[2]] = ids
   ids[#ids + 1] = id
@@ -33,7 +35,8 @@ local function deliver(id, facts)
     id = id, before = 'issued', score = order, detail = 'oldest version ' .. facts.oldest,
     depth = group_depth(facts.oldest, facts.newest),
     facts = {'oldest', facts.oldest, 'newest', facts.newest, 'weight', string.format('%.17g', facts.weight), 'order', order,
-      'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept)},
+      'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept),
+      'row', row, 'tokens', facts.kept_tokens},
   }
   count_rate(1, 0)
   add('meta', 'arrived', 1)

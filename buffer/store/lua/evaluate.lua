@@ -32,6 +32,7 @@ while room > 0 do
   redis.call('HSET', key('eval_holder:' .. version), slice, server)
   redis.call('HSET', key('eval_since:' .. version), slice, timestamp())
   redis.call('HINCRBY', key('eval_handed:' .. version), first, 1)
+  redis.call('HSET', key('unsettled:' .. server), slice_ticket(version, slice), '')
   granted[#granted + 1] = slice_ticket(version, slice)
   granted[#granted + 1] = tonumber(first)
   granted[#granted + 1] = number

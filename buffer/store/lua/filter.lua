@@ -1,10 +1,11 @@
--- issued -> filtered(reason). args: id, reason, facts (of the group, see ledger.py), ignored_failures (failures of the group to
--- ignore).
+-- issued -> filtered(reason). args: id, reason, facts (of the group, see ledger.py), origin (of the group, as there),
+-- ignored_failures (failures of the group to ignore).
 -- Returns 'filtered', 'again' (ignored), 'duplicate', 'void' or 'finished'.
-local id = args.id
-if state_of(id) ~= 'issued' then return late_outcome(id) end
+local id, origin = args.id, args.origin
+if state_of(id) ~= 'issued' then return settle_late(late_outcome(id), id, origin) end
 if redis.call('HINCRBY', key('about:' .. id), 'failures', 1) <= args.ignored_failures then return 'again' end
 release_ticket(id)
 drop(id, 'filtered', args.reason)
 record_facts(args.facts)
+settle_accepted(origin.server, origin.env, id, origin.sampled, args.facts.lost, 0)
 return 'filtered'

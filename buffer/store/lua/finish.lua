@@ -6,4 +6,5 @@ for _, id in ipairs(ids) do
   release_ticket(id)
   drop(id, 'expired', 'run_finished')
 end
+for _, server in ipairs(redis.call('ZRANGE', key('heard'), 0, -1)) do write_off(server, 'run_finished') end
 return #ids

@@ -25,7 +25,7 @@ local function next_task()
 end
 
 local function issue(index, server, tickets, version)
-  local ids = {}
+  local ids, unsettled = {}, {}
   local again = redis.call('LPOP', key('reissue'), tickets) or {}
   local number = redis.call('HINCRBY', key('meta'), 'next_id', tickets) - tickets
   for i = 1, tickets do
@@ -37,6 +37,7 @@ local function issue(index, server, tickets, version)
     end
     local id = string.format('%d', number + i)
     ids[i] = id
+    unsettled[2 * i - 1], unsettled[2 * i] = id, ''
     groups[#groups + 1] = {
       id = id, score = now() + args.deadline_s, detail = 'to ' .. server,
       facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', version,
@@ -45,6 +46,7 @@ local function issue(index, server, tickets, version)
     for _, each in ipairs({index, id, tonumber(task_epoch), tonumber(task_position)}) do granted[#granted + 1] = each end
   end
   call_with('SADD', key('tickets_of:' .. server), ids)
+  call_with('HSET', key('unsettled:' .. server), unsettled)
 end
 
 for index, request in ipairs(args.requests) do

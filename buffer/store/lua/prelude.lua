@@ -1,53 +1,4 @@
--- Functions shared by all scripts. KEYS[1]: prefix of the run's keys. `args`: the named arguments, listed in each script's
--- head. ARGV[2] and later: bytes that JSON can't hold.
-local args = cjson.decode(ARGV[1])
-
-local function key(name) return KEYS[1] .. ':' .. name end
-
--- Redis's clock, because hosts' clocks may differ; one time for the whole script.
-local clock
-local function now()
-  if not clock then
-    local time = redis.call('TIME')
-    clock = tonumber(time[1]) + tonumber(time[2]) / 1e6
-  end
-  return clock
-end
-
--- now() as text, for fields and histories.
-local clock_text
-local function timestamp()
-  clock_text = clock_text or string.format('%.6f', now())
-  return clock_text
-end
-
--- Runs a command with any number of arguments, in portions because a Lua call takes at most 8000. A portion is even, for
--- pairs.
-local function call_with(command, name, arguments)
-  for first = 1, #arguments, 1000 do
-    redis.call(command, name, unpack(arguments, first, math.min(first + 999, #arguments)))
-  end
-end
-
--- Counters are collected here and written once per script, by `write_counts`.
-local pending = {}
-local function add(hash, name, by)
-  local fields = pending[hash] or {}
-  pending[hash] = fields
-  fields[name] = (fields[name] or 0) + by
-end
-
--- Runs after each script (scripts.py). A script that reads a counter it has changed must call it first.
-local function write_counts()
-  for hash, fields in pairs(pending) do
-    for name, by in pairs(fields) do
-      if by ~= 0 then redis.call('HINCRBY', key(hash), name, by) end
-    end
-  end
-  pending = {}
-end
-
-local function count(name, by) add('counters', name, by) end
+-- Transitions shared by all scripts, behind counts.lua.
 
 -- Checks that a learner is the run's current one, for the scripts in LEARNER_ONLY (scripts.py). Returns nil if it is or the
 -- name is empty, 'superseded' if another learner has taken over, 'unknown' if Redis has no hello of it.
@@ -243,6 +194,14 @@ local function late_outcome(id)
   return redis.call('HEXISTS', key('meta'), 'finished') == 1 and 'finished' or 'void'
 end
 
+local LATE_REASONS = {duplicate = 'duplicate', finished = 'run_finished', void = 'ticket_expired'}
+
+-- Settles a ticket whose group comes too late, with all its tokens. Returns the outcome.
+local function settle_late(outcome, id, origin)
+  settle(origin.server, origin.env, id, origin.sampled, {[LATE_REASONS[outcome]] = origin.sampled}, false)
+  return outcome
+end
+
 -- Size of a group's bytes in a spill file; its location is <file>:<offset>:<size>:<checksum> (spill.py).
 local function spilled_size(location) return tonumber(location:match(':(%d+):%x+$')) end
 
@@ -271,6 +230,8 @@ local function end_uses(id, reason, detail)
     redis.call('ZREM', key('used'), id)
     enter_state(id, 'trained', last, 'no further use: ' .. detail)
   else
+    local known = redis.call('HMGET', key('about:' .. id), 'row', 'tokens')
+    if known[1] then add_tokens(known[1], 'lost:' .. reason, tonumber(known[2])) end
     drop(id, 'expired', reason)
     drop_answers(reason, cjson.decode(field_of(id, 'lengths')))
   end
@@ -313,6 +274,13 @@ local function end_leases(why)
   return #ids
 end
 
+-- Counts in the account that `by` uses made it `uses` of a group's tokens: its first use makes them trained.
+local function add_uses(row, tokens, uses, by)
+  add_tokens(row, 'uses', by * tokens)
+  if uses > 0 and uses == by then add_tokens(row, 'trained', tokens) end
+  if uses == 0 then add_tokens(row, 'trained', -tokens) end
+end
+
 -- leased -> trained, for the groups of all steps up to this one; with uses left: -> ready. `seed`: for the new keys of these
 -- in the race. Returns the number of groups.
 local function finish_steps(last_step, max_uses, seed)
@@ -322,10 +290,11 @@ local function finish_steps(last_step, max_uses, seed)
 
   local function use(id, step)
     local known = redis.call('HMGET', key('about:' .. id), 'state', 'lengths', 'uses', 'raced', 'weight', 'order', 'oldest',
-      'newest')
+      'newest', 'row', 'tokens')
     local uses, order = tonumber(known[3] or 0) + 1, known[6]
     redis.call('RPUSH', key('steps:' .. id), step)
     add_lengths('trained', cjson.decode(known[2]), 1)
+    if known[9] then add_uses(known[9], tonumber(known[10]), uses, 1) end
     count_rate(0, 1)
     if uses < tonumber(max_uses) then
       if known[4] == '1' then
@@ -409,8 +378,10 @@ local function slices_of(server)
   return version, mine
 end
 
--- Reissues all tickets of a server and returns its slices. Returns the numbers of tickets and slices.
-local function reissue_all(server, why)
+-- Reissues all tickets of a server and returns its slices; the tokens that it reported for them are lost for `reason`.
+-- Returns the numbers of tickets and slices.
+local function reissue_all(server, why, reason)
+  write_off(server, reason)
   local tickets = 0
   for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
     if state_of(id) == 'issued' then
@@ -425,8 +396,8 @@ local function reissue_all(server, why)
 end
 
 -- Reissues everything a server holds and removes the server.
-local function remove_server(server, why)
+local function remove_server(server, why, reason)
   redis.call('ZREM', key('heard'), server)
   redis.call('HDEL', key('incarnations'), server)
-  return reissue_all(server, why)
+  return reissue_all(server, why, reason)
 end

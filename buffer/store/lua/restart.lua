@@ -22,8 +22,8 @@ for step = done, next_step - 1 do redis.call('DEL', key('undone:' .. step)) end
 -- Takes back the uses of undone steps.
 local undone = 0
 local function undo(id)
-  local known, last = redis.call('HMGET', key('about:' .. id), 'lengths', 'order'), nil
-  local lengths = cjson.decode(known[1])
+  local known, last = redis.call('HMGET', key('about:' .. id), 'lengths', 'order', 'uses', 'row', 'tokens'), nil
+  local lengths, uses = cjson.decode(known[1]), tonumber(known[3])
   while true do
     last = redis.call('LINDEX', key('steps:' .. id), -1)
     if not last or tonumber(last) < done then break end
@@ -31,6 +31,8 @@ local function undo(id)
     redis.call('ZADD', key('undone:' .. last), known[2], id)
     redis.call('HINCRBY', key('about:' .. id), 'uses', -1)
     add_lengths('trained', lengths, -1)
+    uses = uses - 1
+    if known[4] then add_uses(known[4], tonumber(known[5]), uses, -1) end
     count('uses', -1)
     count_rate(0, -1)
     undone = undone + 1

@@ -15,7 +15,7 @@ if silent_s >= 0 then
     redis.call('ZADD', key('heard'), 'XX', 'GT', time - silence_s, server)
   end
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '-inf', time - silent_s)) do
-    local tickets_of_it, slices_of_it = remove_server(server, 'silent server ' .. server)
+    local tickets_of_it, slices_of_it = remove_server(server, 'silent server ' .. server, 'server_lost')
     tickets, slices = tickets + tickets_of_it, slices + slices_of_it
     swept[#swept + 1] = server
   end
