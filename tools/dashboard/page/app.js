@@ -16,7 +16,7 @@
     catalog: [],
     chosen: [],
     stream: new Map(),
-    stops: new Map(),
+    follows: new Map(),
     view: null,
     handle: null,
     abort: null,
@@ -83,6 +83,7 @@
     app.chosen = wanted.length ? wanted : app.chosen.length ? app.chosen : app.runs.slice(0, 1).map((run) => run.id);
     app.abort?.abort();
     app.handle?.remove?.();
+    app.batch.clear();
     app.abort = new AbortController();
     app.view = to.view;
     app.handle = null;
@@ -90,7 +91,6 @@
     document.title = `${to.view.title} · ${app.chosen.join(", ") || "slipstream"}`;
     showNav();
     showHeader();
-    followChosen();
     const root = S.h(
       "div",
       { class: `view view-${to.view.name}` },
@@ -102,9 +102,11 @@
       return;
     }
     try {
-      const handle = await to.view.show(root, context(to, signal));
-      if (signal.aborted) handle?.remove?.();
-      else app.handle = handle || null;
+      await followChosen();
+      if (signal.aborted) return;
+      const handle = (await to.view.show(root, context(to, signal))) || {};
+      if (signal.aborted) handle.remove?.();
+      else app.handle = handle;
     } catch (error) {
       if (error.name !== "AbortError") root.append(S.empty(error.message));
     }
@@ -112,17 +114,18 @@
 
   // --- streams of the chosen runs
 
+  /** Opens and closes streams; resolves once each new one is open, or has failed for the first time. */
   function followChosen() {
     const wanted = S.source.isLive && !document.hidden ? app.chosen.slice(0, MOST_STREAMS) : [];
-    for (const [run, stop] of app.stops) {
+    for (const [run, { stop }] of app.follows) {
       if (wanted.includes(run)) continue;
       stop();
-      app.stops.delete(run);
+      app.follows.delete(run);
       app.stream.delete(run);
     }
     for (const run of wanted) {
-      if (app.stops.has(run)) continue;
-      app.stops.set(
+      if (app.follows.has(run)) continue;
+      app.follows.set(
         run,
         S.source.follow(run, {
           onRecord: (kind, data) => receive(run, kind, data),
@@ -134,25 +137,31 @@
         }),
       );
     }
+    return Promise.all([...app.follows.values()].map(({ ready }) => ready));
   }
 
   function receive(run, kind, data) {
     const known = app.runs.find(({ id }) => id === run);
-    if (kind === "state") known.state = data.state ?? data;
+    if (kind === "state") known.state = data.state;
     if (kind === "step") Object.assign(known, { step: data.step, steps: data.steps, reward: data.reward });
-    if (!app.batch.has(run)) app.batch.set(run, { step: [], eval: [], event: [], servers: null, state: null });
+    if (!app.batch.has(run)) app.batch.set(run, { step: [], eval: [], event: [], servers: null });
     const batch = app.batch.get(run);
-    if (kind === "servers" || kind === "state") batch[kind] = data;
-    else batch[kind].push(data);
+    if (Array.isArray(batch[kind])) batch[kind].push(data);
+    else batch[kind] = data;
     app.timer ||= setTimeout(flush, FLUSH_MS);
   }
 
+  /** Hands what came to the view; while that is loading, it is kept. */
   function flush() {
     app.timer = 0;
+    showState();
+    if (!app.handle) {
+      app.timer = setTimeout(flush, FLUSH_MS);
+      return;
+    }
     const batches = [...app.batch];
     app.batch.clear();
-    for (const [run, batch] of batches) app.handle?.live?.(run, batch);
-    showState();
+    for (const [run, batch] of batches) app.handle.live?.(run, batch);
   }
 
   // --- header and navigation

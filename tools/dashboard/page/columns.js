@@ -7,16 +7,12 @@
 
   /** Metrics of one kind of record of a run. A record of a step that is already there replaces it and all after it. */
   S.Columns = class {
-    /**
-     * `keys`: names of the columns, with `*`; `order`: the column that grows from record to record, `step` or, of
-     * evaluations, `policy_version`.
-     */
-    constructor({ step, time_s, columns }, keys, order = "step") {
+    /** `keys`: names of the columns, with `*`. */
+    constructor({ step, time_s, columns }, keys) {
       this.step = [...step];
       this.time = [...time_s];
       this.columns = columns;
       this.patterns = keys.map(S.glob);
-      this.order = order;
     }
 
     get length() {
@@ -25,8 +21,7 @@
 
     /** Adds a record of metrics.jsonl. */
     append(record) {
-      const order = this.order === "step" ? this.step : this.column(this.order);
-      while (this.length && order[this.length - 1] >= record[this.order]) {
+      while (this.length && this.step[this.length - 1] >= record.step) {
         for (const column of [this.step, this.time, ...Object.values(this.columns)]) column.pop();
       }
       for (const name of Object.keys(record)) {
@@ -84,10 +79,9 @@
   };
 
   /** Loads columns of a run. `options`: `kind`, `from`, `to`, `points`. */
-  S.loadColumns = async (run, keys, options, signal) => {
-    const isEval = options?.kind === "eval";
-    const names = isEval ? [...keys, "policy_version"] : keys;
-    const answer = await S.source.get(S.path(run, "series"), { keys: names.join(","), ...options }, signal);
-    return new S.Columns(answer, names, isEval ? "policy_version" : "step");
-  };
+  S.loadColumns = async (run, keys, options, signal) =>
+    new S.Columns(await S.source.get(S.path(run, "series"), { keys: keys.join(","), ...options }, signal), keys);
+
+  /** Evaluations of a run with their intervals, at the steps that made the evaluated versions. */
+  S.loadEvaluations = (run, signal) => S.loadColumns(run, ["score", "score_interval"], { kind: "eval" }, signal);
 })();

@@ -322,7 +322,7 @@
 
       return {
         live(run, batch) {
-          if (run === runs[0]) charts.events.push(...batch.event);
+          if (run === runs[0]) S.addEvents(charts.events, batch.event);
           if (batch.step.length) charts.append(run, batch.step);
         },
         escape: () => charts.zoom(null, null),

@@ -22,7 +22,7 @@
     "*power*",
     "*cost*",
   ];
-  const ACCOUNT_EVERY_MS = 15000;
+  const LEDGER_EVERY_MS = 15000;
   const RATE_ROWS = 100; // rows at the end that the remaining time is computed from
   const SPARK = { width: 96, height: 22, points: 60 };
 
@@ -170,11 +170,17 @@
   async function loadRun(run, signal) {
     const [columns, evals, events] = await Promise.all([
       S.loadColumns(run, KEYS, { points: 1000 }, signal),
-      S.loadColumns(run, ["score", "score_interval"], { kind: "eval" }, signal),
+      S.loadEvaluations(run, signal),
       S.source.get(S.path(run, "events"), {}, signal),
     ]);
     return { run, columns, evals, events };
   }
+
+  /** Adds events that are not there yet: the stream and the list may bring the same. */
+  S.addEvents = (events, added) => {
+    const known = new Set(events.map((event) => JSON.stringify(event)));
+    events.push(...added.filter((event) => !known.has(JSON.stringify(event))));
+  };
 
   function eventList(events) {
     const latest = events.slice(-6).reverse();
@@ -201,14 +207,9 @@
     async show(root, context) {
       const loaded = await Promise.all(context.runs.map((run) => loadRun(run, context.signal)));
       const first = loaded[0];
-      if (!first.columns.length) {
-        root.append(
-          S.empty(
-            "No step is trained yet. The first one comes once the servers have loaded the model and answered a batch of groups; `logs/` of the run's folder tells how far they are.",
-          ),
-        );
-        if (!S.source.isLive) return null;
-      }
+      const waiting = S.empty(
+        "No step is trained yet. The first one comes once the servers have loaded the model and answered a batch of groups; see `logs/` of the run's folder until then.",
+      );
       const tileRow = S.h("div", { class: "tiles" });
       const pipeline = new S.Pipeline();
       const charts = CURVES.map((curve) => ({
@@ -217,6 +218,7 @@
       }));
       const list = S.h("div", {});
       root.append(
+        waiting,
         tileRow,
         S.panel(context.runs.length > 1 ? `Pipeline of ${S.runName(first.run)}` : "Pipeline", {}, pipeline.root),
         S.h(
@@ -226,17 +228,18 @@
         ),
         S.panel("Latest events", {}, list),
       );
-      let account = {};
+      let durable = null;
       let askedAt = 0;
 
       const draw = () => {
+        waiting.hidden = first.columns.length > 0;
         if (!first.columns.length) return;
         const state = context.all.find(({ id }) => id === first.run)?.state;
         tileRow.replaceChildren(...tiles(first.columns, first.evals, state === "running"));
         const record = Object.fromEntries(
           Object.keys(first.columns.columns).map((name) => [name, first.columns.last(name) ?? undefined]),
         );
-        pipeline.show(record, account);
+        pipeline.show(record, durable);
         for (const { curve, chart } of charts)
           chart.show(
             lines(curve, loaded),
@@ -245,26 +248,28 @@
         list.replaceChildren(eventList(first.events));
       };
 
-      // The account reads the whole ledger: it comes when it comes, and its absence has a view of its own that says why.
-      const askAccount = async () => {
-        if (Date.now() - askedAt < ACCOUNT_EVERY_MS) return;
+      // Durable groups are counted in the ledger, which may be slow to open, or gone: the view of groups then says why.
+      const countDurable = async () => {
+        if (Date.now() - askedAt < LEDGER_EVERY_MS) return;
         askedAt = Date.now();
-        const answer = await context.get(S.path(first.run, "account")).catch(() => null);
-        if (!answer || context.signal.aborted) return;
-        account = { durable: answer.groups?.durable ?? null, reasons: answer.groups?.reasons || {} };
+        const found = await context.get(S.path(first.run, "groups"), { state: "durable", limit: 1 }).catch(() => null);
+        if (!found || context.signal.aborted) return;
+        durable = found.total;
         draw();
       };
 
       draw();
-      askAccount();
+      countDurable();
       return {
-        live(run, batch) {
+        async live(run, batch) {
           const target = loaded.find((one) => one.run === run);
           if (!target) return;
           batch.step.forEach((record) => target.columns.append(record));
-          batch.eval.forEach((record) => target.evals.append(record));
-          target.events.push(...batch.event);
-          if (run === first.run) askAccount();
+          S.addEvents(target.events, batch.event);
+          if (run === first.run) countDurable();
+          draw();
+          if (!batch.eval.length) return;
+          target.evals = await S.loadEvaluations(run, context.signal).catch(() => target.evals);
           draw();
         },
         remove: () => charts.forEach(({ chart }) => chart.remove()),

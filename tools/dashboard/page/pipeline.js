@@ -56,17 +56,19 @@
     ];
   }
 
-  function exits(record, reasons) {
-    const detail = (state) =>
-      Object.entries(reasons)
-        .filter(([key]) => key.startsWith(`${state}:`))
-        .map(([key, n]) => `${key.slice(state.length + 1)} ${S.short(n)}`)
-        .join(", ");
-    return [
-      { after: 1, title: "issued again", count: held(record, "reissued") },
-      { after: 2, title: "filtered", count: held(record, "filtered"), detail: detail("filtered") },
-      { after: 2, title: "expired", count: held(record, "expired"), detail: detail("expired") },
-    ];
+  const exits = (record) => [
+    { after: 1, title: "issued again", count: held(record, "reissued") },
+    { after: 2, title: "filtered", count: held(record, "filtered") },
+    { after: 2, title: "expired", count: held(record, "expired") },
+  ];
+
+  /** Answers that were never trained on, by reason. */
+  function dropped(record) {
+    const prefix = "buffer/answers_dropped/";
+    const reasons = Object.entries(record).filter(([name, count]) => name.startsWith(prefix) && count > 0);
+    reasons.sort(([, a], [, b]) => b - a);
+    if (!reasons.length) return "No answer was dropped.";
+    return `Answers dropped so far: ${reasons.map(([name, count]) => `${name.slice(prefix.length)} ${S.short(count)}`).join(", ")}.`;
   }
 
   /** Width of a flow in pixels: by its share of the tickets, never invisible. */
@@ -151,8 +153,6 @@
           i === 1 ? "end" : i === 2 ? "start" : "middle",
         ),
       );
-      if (exit.detail)
-        parts.push(text(at + (i === 1 ? 6 : -6), top + h + 57, "exit-detail", exit.detail, i === 1 ? "end" : "start"));
     });
     const from = x(4) + w / 2;
     const to = x(1) + w / 2;
@@ -160,7 +160,7 @@
       S.svg("path", { d: `M${from} ${top}V22H${to}V${top - 1}`, class: "weights", "marker-end": "url(#tip-weights)" }),
     );
     parts.push(text((from + to) / 2, 15, "exit", weightsText(record)));
-    return [total, top + h + 64, parts];
+    return [total, top + h + 50, parts];
   }
 
   function tall(record, list, out, issued) {
@@ -173,7 +173,6 @@
       const at = y(exit.after) + (exit.after === 1 ? 33 : i === 1 ? 16 : 48);
       parts.push(arrow(`M${left + w} ${at}h18`, exit.count, issued, "loss"));
       parts.push(text(left + w + 24, at + 4, "exit", `${exit.title} ${S.short(exit.count)}`, "start"));
-      if (exit.detail) parts.push(text(left + w + 24, at + 18, "exit-detail", exit.detail.slice(0, 26), "start"));
     });
     parts.push(
       S.svg("path", {
@@ -188,14 +187,15 @@
   }
 
   /**
-   * The pipeline of one run as an element with `show(record, {durable, reasons})`.
-   * `reasons`: groups by `state:reason` of the ledger, empty if unknown.
+   * The pipeline of one run as an element with `show(record, durable)`: the latest value of each metric, and the number
+   * of durable groups, null if unknown.
    */
   S.Pipeline = class {
     constructor() {
-      this.sentence = S.h("p", { class: "sentence", role: "status" });
+      this.sentence = S.h("p", { class: "sentence" });
       this.picture = S.h("div", { class: "pipeline" });
-      this.root = S.h("div", {}, this.sentence, this.picture);
+      this.losses = S.h("p", { class: "muted" });
+      this.root = S.h("div", {}, this.sentence, this.picture, this.losses);
       new ResizeObserver(() => {
         if (this.shown && this.isWide() !== this.wasWide) this.show(...this.shown);
       }).observe(this.picture);
@@ -205,12 +205,12 @@
       return this.picture.clientWidth >= WIDE_PX;
     }
 
-    show(record, { durable = null, reasons = {} } = {}) {
-      this.shown = [record, { durable, reasons }];
+    show(record, durable) {
+      this.shown = [record, durable];
       this.wasWide = this.isWide();
       const list = stages(record, durable);
       const issued = list[0].count || 1;
-      const [w, h, parts] = (this.wasWide ? wide : tall)(record, list, exits(record, reasons), issued);
+      const [w, h, parts] = (this.wasWide ? wide : tall)(record, list, exits(record), issued);
       const label = list.map(({ title, count }) => `${title} ${S.number(count)}`).join(", ");
       const style = this.wasWide ? { "max-width": `${Math.round(w * 1.25)}px` } : { "max-width": "350px" };
       this.picture.replaceChildren(
@@ -224,6 +224,7 @@
       const { kind, text: said } = S.whoWaits(record);
       this.sentence.textContent = said;
       this.sentence.className = `sentence ${kind}`;
+      this.losses.textContent = dropped(record);
     }
   };
 })();

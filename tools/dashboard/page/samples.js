@@ -14,8 +14,7 @@
     ["tokens", "shortest"],
   ];
   const KINDS = [
-    ["", "all"],
-    ["step", "training"],
+    ["", "training"],
     ["eval", "evaluation"],
   ];
   const CHOSEN = [
@@ -75,7 +74,7 @@
         sample.group_id && S.h("a", { href: S.link("groups", sample.group_id) }, `Group ${sample.group_id}`),
         sample.task !== null &&
           sample.task !== undefined &&
-          S.h("a", { href: S.link("prompts", String(sample.task)) }, "This task over the steps"),
+          S.h("a", { href: S.link("prompts", String(sample.task), { kind: sample.kind }) }, "This task over the steps"),
       ),
       S.transcript(sample.stretches),
     );
@@ -90,6 +89,7 @@
       const choice = (name, fallback = "") => parameters.get(name) || fallback;
       const count = S.h("span", { class: "muted count", role: "status" });
       const nothing = S.empty("");
+      const problem = S.h("p", { class: "problem" });
       const list = new S.List({
         label: "Samples",
         rowHeight: ROW_PX,
@@ -97,12 +97,13 @@
         render: row,
         open: (sample) => context.go("samples", sample.id, filters()),
         load: async (offset, limit) => {
-          const { total, samples } = await context.get(S.path(run, "samples"), {
+          const { total, samples, note } = await context.get(S.path(run, "samples"), {
             ...filters(),
             sort: choice("sort", "-step"),
             offset,
             limit,
           });
+          problem.textContent = note ? `Tokens are shown as their ids: ${note}` : "";
           return { total, items: samples };
         },
       });
@@ -143,7 +144,7 @@
       const [shown] = await Promise.all([detail(context).catch((error) => S.empty(error.message)), reload()]);
       root.append(
         bar,
-        S.split(Boolean(context.argument), [nothing, list.root], shown, S.link("samples", null, filters())),
+        S.split(Boolean(context.argument), [problem, nothing, list.root], shown, S.link("samples", null, filters())),
       );
       list.renew();
       const index = list.items.findIndex((sample) => sample?.id === context.argument);

@@ -154,6 +154,18 @@
     ];
   }
 
+  const HISTORY = [
+    "servers",
+    "version",
+    "lag",
+    "lag_mean",
+    "lag_max",
+    "tokens_per_s",
+    "idle_fraction",
+    "kv_cache_use",
+    "running",
+    "waiting",
+  ];
   const HISTORY_UNITS = { tokens_per_s: "per second", kv_cache_use: "share", idle_fraction: "share" };
 
   S.views.push({
@@ -179,11 +191,12 @@
         table.show(state.servers);
         tiles.replaceChildren(...fleet(state, table.isOutlier));
       };
-      const charts = Object.keys(past.columns || {}).map((key) => {
+      const charts = HISTORY.filter((key) => past.columns?.[key]).map((key) => {
         const chart = new S.Chart({
           title: key.replaceAll("_", " "),
           unit: HISTORY_UNITS[key],
           sync: "servers",
+          xName: "time",
           height: 130,
           format: (value) => S.value(key, "", value),
           floor: 0,
@@ -204,7 +217,7 @@
         ),
         charts.length &&
           S.panel(
-            "The fleet over the steps",
+            "All servers over time",
             {},
             S.h(
               "div",
@@ -214,7 +227,8 @@
           ),
       );
       show(now);
-      for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: past.step, y: past.columns[key] }]);
+      const since = (past.time_s || []).map((time) => time - past.time_s[0]);
+      for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: since, y: past.columns[key] }]);
       return {
         live(run, batch) {
           if (run === context.run && batch.servers) show(batch.servers);

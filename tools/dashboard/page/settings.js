@@ -84,7 +84,7 @@
               { points: 1000 },
               signal,
             ),
-            evals: await S.loadColumns(run, ["score", "score_interval"], { kind: "eval" }, signal),
+            evals: await S.loadEvaluations(run, signal),
           })),
         ),
       ]);
@@ -117,10 +117,10 @@
       };
       draw();
       return {
-        live(run, batch) {
+        async live(run, batch) {
           const target = loaded.find((one) => one.run === run);
           batch.step.forEach((record) => target.columns.append(record));
-          batch.eval.forEach((record) => target.evals.append(record));
+          if (batch.eval.length) target.evals = await S.loadEvaluations(run, signal).catch(() => target.evals);
           draw();
         },
         remove: () => charts.forEach(({ chart }) => chart.remove()),
@@ -206,18 +206,9 @@
                   S.h(
                     "li",
                     {},
-                    typeof warning === "string"
-                      ? warning
-                      : [
-                          S.h(
-                            "span",
-                            { class: "when" },
-                            warning.step !== undefined && warning.step !== null
-                              ? `step ${S.number(warning.step)}`
-                              : S.duration(warning.time_s),
-                          ),
-                          S.h("span", {}, warning.text),
-                        ],
+                    S.h("span", { class: "when" }, String(warning.time).slice(0, 19).replace("T", " ")),
+                    S.h("span", { class: `kind ${warning.level}` }, warning.process),
+                    S.h("span", {}, warning.text),
                   ),
                 ),
               )

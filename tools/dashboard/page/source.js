@@ -3,7 +3,7 @@
 
 (() => {
   const RETRY_MS = 2000;
-  const STREAMED = ["step", "eval", "servers", "event", "state"];
+  const STREAMED = ["step", "eval", "servers", "event", "state", "finish"];
 
   const query = (parameters) =>
     new URLSearchParams(
@@ -29,34 +29,46 @@
     },
 
     /**
-     * Follows a run; returns the function that ends it.
+     * Follows a run. Returns `{stop, ready}`; `ready` is a promise of the first answer: what is read from then on lacks
+     * nothing that the stream does not bring.
      *
-     * `onRecord(kind, data)` gets each record once and in order: the browser itself resumes a broken stream with
-     * Last-Event-ID. `onState` gets `live` or `reconnecting`; `onGap` is called when the stream had to be opened anew,
-     * without an id: what is shown must be loaded again.
+     * `onRecord(kind, data)` gets the records in order, `onState` gets `live` or `reconnecting`. A broken stream goes on
+     * after its last id. `onGap` is called where that is not possible: everything must be loaded again.
      */
     follow(run, { onRecord, onState, onGap }) {
       let stream = null;
       let timer = 0;
+      let lastId = "";
+      let wasOpen = false;
+      let settle = null;
+      const ready = new Promise((resolve) => (settle = resolve));
       const open = () => {
-        stream = new EventSource(`api/${S.path(run, "stream")}`);
-        stream.addEventListener("open", () => onState("live"));
+        stream = new EventSource(`api/${S.path(run, "stream")}?${query({ after: lastId })}`);
+        stream.addEventListener("open", () => {
+          onState("live");
+          if (wasOpen && !lastId) onGap();
+          wasOpen = true;
+          settle();
+        });
         stream.addEventListener("error", () => {
           onState("reconnecting");
-          if (stream.readyState !== EventSource.CLOSED) return;
-          timer = setTimeout(() => {
-            open();
-            stream.addEventListener("open", onGap, { once: true });
-          }, RETRY_MS);
+          settle();
+          if (stream.readyState === EventSource.CLOSED) timer = setTimeout(open, RETRY_MS);
         });
-        for (const kind of STREAMED)
-          stream.addEventListener(kind, (message) => onRecord(kind, JSON.parse(message.data)));
+        stream.addEventListener("reset", onGap);
+        for (const kind of STREAMED) {
+          stream.addEventListener(kind, (message) => {
+            lastId = message.lastEventId || lastId;
+            onRecord(kind, JSON.parse(message.data));
+          });
+        }
       };
       open();
-      return () => {
+      const stop = () => {
         clearTimeout(timer);
         stream.close();
       };
+      return { stop, ready };
     },
   };
 
@@ -99,18 +111,19 @@
 
     async get(path, parameters = {}) {
       const { kind, history, ...rest } = parameters;
-      const variant = kind === "eval" && path.endsWith("/series") ? "?kind=eval" : history ? "?history=1" : "";
+      const isKindApart = path.endsWith("/series") || path.includes("/prompts/");
+      const variant = kind === "eval" && isKindApart ? "?kind=eval" : history ? "?history=1" : "";
       const whole = data[decodeURIComponent(path) + variant];
       if (whole === undefined)
         throw new Error("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
       if (path.endsWith("/series")) return selectSeries(whole, rest);
-      if (path.endsWith("/samples")) return selectRows(whole, "samples", { kind, ...rest });
+      if (path.endsWith("/samples")) return selectRows(whole, "samples", { kind: kind || "step", ...rest });
       if (path.endsWith("/groups") && whole.groups) return selectRows(whole, "groups", rest);
       if (path === "compare") return selectCompared(whole, rest.runs.split(","));
       return whole;
     },
 
-    follow: () => () => {},
+    follow: () => ({ stop: () => {}, ready: Promise.resolve() }),
   });
 
   function selectCompared(whole, runs) {

@@ -153,7 +153,7 @@
     }
 
     turn(stretch, turn, turns, isLast) {
-      const { role, text, start, end, versions } = stretch;
+      const { role, text, tokens, versions } = stretch;
       const isAction = role === "action";
       const versionText = versions?.length
         ? `version ${versions[0]}${versions.length > 1 ? `–${versions.at(-1)}` : ""}`
@@ -161,7 +161,7 @@
       const title = [
         ROLES[role] || role,
         turns > 1 && role !== "prompt" && `turn ${turn}`,
-        `${S.number(end - start)} tokens`,
+        `${S.number(tokens.text.length)} tokens`,
         isAction && versionText,
       ].filter(Boolean);
       const body = S.h("div", {
