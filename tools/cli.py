@@ -27,6 +27,8 @@ COMMANDS = {
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
     "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
     "dashboard": ("slipstream.tools.dashboard.command:command", "serve a page over runs, live and finished"),
+    "top": ("slipstream.tools.top:command", "show a run that another process runs as a live table"),
+    "report": ("slipstream.tools.dashboard.report:command", "write runs as one self-contained HTML file"),
     "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),

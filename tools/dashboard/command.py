@@ -1,12 +1,14 @@
 """`slipstream dashboard`: serves runs, live and finished, as a page on this machine."""
 
 import argparse
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.signals import STOP_SIGNALS, service_exit_code
 from slipstream.tools.dashboard.runs import Runs
 from slipstream.tools.ledger.open import RUNS
 
@@ -15,7 +17,7 @@ SHUTDOWN_S: Final = 2
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `slipstream dashboard` until a signal; returns 0.
+    """Runs `slipstream dashboard` until a signal; returns 0 after SIGTERM, 130 after Ctrl-C.
 
     Raises: ConfigError when there is no such folder, or the port is busy.
     """
@@ -34,8 +36,7 @@ def command(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     runs = Runs(places(arguments.runs))
     with listening(PORT if arguments.port is None else arguments.port) as listener:
-        serve(runs, listener)
-    return 0
+        return serve(runs, listener)
 
 
 def places(names: Sequence[str]) -> list[Path]:
@@ -66,8 +67,8 @@ def listening(port: int) -> socket.socket:
     return listener
 
 
-def serve(runs: Runs, listener: socket.socket) -> None:
-    """Serves until SIGINT or SIGTERM."""
+def serve(runs: Runs, listener: socket.socket) -> int:
+    """Serves until SIGINT or SIGTERM; returns the exit code."""
     import uvicorn
 
     from slipstream.tools.dashboard.app import Dashboard
@@ -81,4 +82,8 @@ def serve(runs: Runs, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    received: list[int] = []
+    for number in STOP_SIGNALS:  # uvicorn raises them again once it has ended
+        signal.signal(number, lambda number, _: received.append(number))
     uvicorn.Server(config).run(sockets=[listener])
+    return service_exit_code(received[0]) if received else 1

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from slipstream.buffer.store.account import account
 from slipstream.buffer.store.reader import STATES, GroupRecord
 from slipstream.buffer.wire.codec import FrameError, decode_group
 from slipstream.configs.arguments import exit_code
@@ -33,7 +34,7 @@ _ORDERS: Final[Mapping[str, Callable[[Record], float]]] = {
 
 async def serve(opened: OpenLedger) -> int:
     """Answers requests until stdin ends."""
-    calls: dict[str, Callable[..., Awaitable[Any]]] = {"groups": groups, "group": group}
+    calls: dict[str, Callable[..., Awaitable[Any]]] = {"groups": groups, "group": group, "account": tokens}
     while line := await run_in_thread(sys.stdin.buffer.readline):
         request = msgspec.json.decode(line)
         try:
@@ -92,6 +93,11 @@ async def group(opened: OpenLedger, *, group_id: str) -> Record:
         "history": [{"time_s": event.at, "state": event.state, "detail": event.detail} for event in record.history],
         **_answers(opened, record),
     }
+
+
+async def tokens(opened: OpenLedger) -> Record:
+    """The account of the run's tokens."""
+    return (await account(opened.ledger.scripts)).as_json()
 
 
 def _listed(record: GroupRecord) -> Record:
