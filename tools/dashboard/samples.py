@@ -175,7 +175,7 @@ def decoder(run: Run) -> tuple[Decode, str]:
     config = run.config()
     model = config.get("model") if isinstance(config, dict) else None
     try:
-        keys = {key: model.get(key) for key in ("path", "revision")} if isinstance(model, dict) else {}
+        keys = {key: model.get(key) for key in ("path", "revision", "build")} if isinstance(model, dict) else {}
         decode, reason = decoder_or_reason(run.folder, ModelConfig(**keys))
     except ValidationError as error:
         decode, reason = None, str(error)
