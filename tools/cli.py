@@ -33,7 +33,7 @@ COMMANDS = {
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
-    "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
+    "summary": ("slipstream.tools.summary:command", "show the metrics of a finished run and redraw its curves"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
