@@ -42,6 +42,7 @@ COMMANDS = {
 LEDGER_COMMANDS = {
     "verify": ("slipstream.tools.ledger.inspect:verify", "check the consistency of a run's ledger"),
     "show": ("slipstream.tools.ledger.inspect:show", "report on a run's groups, or show the history of one"),
+    "account": ("slipstream.tools.ledger.account:command", "show what has become of every generated token"),
     "export": ("slipstream.tools.ledger.export:command", "write a run's groups to a parquet file"),
     "filtration-report": (
         "slipstream.tools.ledger.filtration_report:command",
