@@ -26,6 +26,7 @@ from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.player import Player, play_group
+from slipstream.rollout_servers.tally import EXAMINED, Tally
 from slipstream.rollout_servers.tickets import (
     EXAMINED_TASKS,
     FIRST_GROUPS,
@@ -203,7 +204,8 @@ class RolloutServer:
                 raise first_error(SlipstreamError, errors) or errors from None
         finally:
             if self._is_welcome:
-                send_and_close(self._socket, encode(m.ServerGoodbye(incarnation=self._hello.incarnation)))
+                goodbye = m.ServerGoodbye(incarnation=self._hello.incarnation, sampled=self._tickets.sampled)
+                send_and_close(self._socket, encode(goodbye))
             context.destroy(linger=0)
 
     async def _leave(self) -> None:
@@ -256,21 +258,22 @@ class RolloutServer:
     def _accept(self, ticket: m.Ticket, grant: str) -> None:
         if self.is_leaving:  # it is issued again once the server has left
             return
-        if not self._tickets.accept(ticket.id, grant):
+        tally = self._tickets.accept(ticket.id, grant)
+        if tally is None:
             log.info("repeated ticket ignored", ticket=ticket.id)
             return
         if ticket.kind == m.EVAL:
             self._hold.started(ticket)
-        self._groups.create_task(self._play(ticket))
+        self._groups.create_task(self._play(ticket, tally))
 
-    async def _play(self, ticket: m.Ticket) -> None:
+    async def _play(self, ticket: m.Ticket, tally: Tally) -> None:
         """Plays a ticket and queues its group, or its failure."""
         try:
             with self._activity.group():
-                group, tokens = await play_group(self._player, ticket, on_generated=lambda: self._hold.answered(ticket))
+                group = await play_group(self._player, ticket, tally, on_generated=lambda: self._hold.answered(ticket))
         except EpisodeFailed as error:
             if self._first.record_failure(error.reason):
-                await self._require_playable(error)
+                await self._require_playable(error, tally)
             await self._backoff.wait(error.reason)
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
@@ -280,8 +283,10 @@ class RolloutServer:
                 kind=ticket.kind,
                 reason=error.reason,
                 detail=detail,
-                tokens=error.tokens,
+                tokens=tally.sampled,
                 lengths=list(error.lengths),
+                sampled={tally.env or "": {ticket.id: tally.sampled}},
+                unused=dict(tally.unused),
             )
             self._outbox.fail(failed)
         else:
@@ -289,11 +294,11 @@ class RolloutServer:
             if ticket.kind != m.EVAL:  # of the held-out tasks one may work, and no other
                 self._first.record_success()
                 self._activity.groups += 1
-            self._activity.tokens += tokens
-            self._outbox.deliver(group)
+            self._activity.tokens += tally.sampled
+            self._outbox.deliver(group, {tally.env or "": {ticket.id: tally.sampled}})
 
-    async def _require_playable(self, failure: EpisodeFailed) -> None:
-        """Plays other train tasks, until one does not fail as the first groups did.
+    async def _require_playable(self, failure: EpisodeFailed, tally: Tally) -> None:
+        """Plays other train tasks, until one does not fail as the first groups did; `tally` counts their tokens.
 
         Raises: EveryTaskFails, EngineError.
         """
@@ -301,10 +306,13 @@ class RolloutServer:
         others = random.Random(self._config.run.seed).sample(range(size), min(size, EXAMINED_TASKS))
         for index in others:
             try:
-                await self._player.generate("train", index, samples=1)
+                with tally.part() as tokens:
+                    await self._player.generate("train", index, samples=1, tally=tokens)
             except EpisodeFailed as error:
                 if error.reason == failure.reason:
                     continue
+            finally:
+                tally.lose(EXAMINED)
             log.info("the first groups failed, but not every task does", reason=failure.reason)
             return
         raise EveryTaskFails(
@@ -357,7 +365,8 @@ class RolloutServer:
             engine_deaths=self._engine.crashes,
             requests_restarted=self._engine.requests_restarted,
         )
-        return m.Credits(capacity=capacity, status=status, held=self._tickets.held)
+        tickets = self._tickets
+        return m.Credits(capacity=capacity, status=status, held=tickets.held, sampled=tickets.sampled)
 
     async def _send(self, frames: Sequence[bytes]) -> None:
         deadline_s = self._config.buffer.reply_deadline_s

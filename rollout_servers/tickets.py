@@ -3,14 +3,15 @@
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.configs.runtime.logging import get_log
+from slipstream.rollout_servers.tally import Tally
 
 log = get_log("rollout.tickets")
 
@@ -27,7 +28,7 @@ class TicketBook:
     def __init__(self, *, settled_kept: int = SETTLED_KEPT) -> None:
         """Remembers the last `settled_kept` settled tickets."""
         self._settled_kept = settled_kept
-        self._held: dict[str, str] = {}
+        self._held: dict[str, tuple[str, Tally]] = {}
         self._settled: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     @property
@@ -35,16 +36,26 @@ class TicketBook:
         """Ids of tickets whose group is being generated or is not acknowledged, in the order of their arrival."""
         return list(self._held)
 
-    def accept(self, ticket_id: str, grant: str) -> bool:
-        """Holds a ticket; False if it is known."""
+    @property
+    def sampled(self) -> m.Sampled:
+        """Tokens so far of these tickets; those without any are left out."""
+        sampled: m.Sampled = {}
+        for ticket_id, (_, tally) in self._held.items():
+            if tally.env is not None and (tokens := tally.sampled):
+                sampled.setdefault(tally.env, {})[ticket_id] = tokens
+        return sampled
+
+    def accept(self, ticket_id: str, grant: str) -> Tally | None:
+        """Holds a ticket; returns the tally for its tokens, None if the ticket is known."""
         if ticket_id in self._held or (ticket_id, grant) in self._settled:
-            return False
-        self._held[ticket_id] = grant
-        return True
+            return None
+        tally = Tally()
+        self._held[ticket_id] = grant, tally
+        return tally
 
     def settle(self, ticket_id: str) -> None:
         """Releases a ticket whose group or failure the buffer has acknowledged."""
-        self._settled[ticket_id, self._held.pop(ticket_id)] = None
+        self._settled[ticket_id, self._held.pop(ticket_id)[0]] = None
         if len(self._settled) > self._settled_kept:
             self._settled.popitem(last=False)
 
@@ -146,6 +157,8 @@ class Unacknowledged:
 
     frame: bytes
     is_group: bool
+    sampled: m.Sampled = field(default_factory=dict)
+    """Of its ticket."""
     sent_at: float = math.inf
 
 
@@ -185,9 +198,9 @@ class Outbox:
         """A message of any kind came from the buffer."""
         self._received_at = _now()
 
-    def deliver(self, group: m.Group) -> None:
-        """Queues a finished group."""
-        self._put(group.id, Unacknowledged(encode_group(group), is_group=True))
+    def deliver(self, group: m.Group, sampled: m.Sampled) -> None:
+        """Queues a finished group, with the tokens of its ticket."""
+        self._put(group.id, Unacknowledged(encode_group(group), is_group=True, sampled=sampled))
 
     def fail(self, failure: m.GroupFailed) -> None:
         """Queues the failure of a ticket."""
@@ -240,7 +253,8 @@ class Outbox:
                 for item in items.values():
                     item.sent_at = _now()
                 self._inflight |= items
-                head = [encode(m.Deliver(ids=ids))] if items[ids[0]].is_group else []
+                sampled = _merged(item.sampled for item in items.values())
+                head = [encode(m.Deliver(ids=ids, sampled=sampled))] if items[ids[0]].is_group else []
                 await self._send(head + [item.frame for item in items.values()])
 
     @property
@@ -272,6 +286,14 @@ class Outbox:
                 break
             ids.append(group_id)
         return ids
+
+
+def _merged(parts: Iterable[m.Sampled]) -> m.Sampled:
+    merged: m.Sampled = {}
+    for part in parts:
+        for env, tickets in part.items():
+            merged.setdefault(env, {}).update(tickets)
+    return merged
 
 
 def _now() -> float:

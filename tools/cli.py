@@ -33,7 +33,7 @@ COMMANDS = {
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
-    "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
+    "summary": ("slipstream.tools.summary:command", "show the metrics of a finished run and redraw its curves"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
@@ -42,6 +42,7 @@ COMMANDS = {
 LEDGER_COMMANDS = {
     "verify": ("slipstream.tools.ledger.inspect:verify", "check the consistency of a run's ledger"),
     "show": ("slipstream.tools.ledger.inspect:show", "report on a run's groups, or show the history of one"),
+    "account": ("slipstream.tools.ledger.account:command", "show what has become of every generated token"),
     "export": ("slipstream.tools.ledger.export:command", "write a run's groups to a parquet file"),
     "filtration-report": (
         "slipstream.tools.ledger.filtration_report:command",

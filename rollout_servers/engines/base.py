@@ -21,6 +21,7 @@ from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.models.architecture import placeholder_tokens
 from slipstream.rollout_servers.engines.staging import HOST, Staging, join_rendezvous
+from slipstream.rollout_servers.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Request:
         deadline_s: answers that are unfinished after so many seconds are cut short.
         greedy: the most probable tokens; of one sample only: others would be copies of it, which vLLM refuses to make.
         max_tokens: of an answer; None for the configured number.
+        tally: counts the sampled tokens.
     """
 
     prompt_ids: Sequence[int]
@@ -96,6 +98,7 @@ class Request:
     greedy: bool = False
     max_tokens: int | None = None
     images: Sequence[PromptImage] = ()
+    tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
     def compact_ids(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from slipstream.rollout_servers.engines.base import (
     TensorSource,
     UpdateFailed,
 )
+from slipstream.rollout_servers.tally import ENGINE_CRASH
 
 log = get_log("rollout.engine")
 
@@ -226,20 +227,27 @@ class RestartingEngine:
     async def _ask(self, request: Request) -> list[Completion]:
         """Answers of the current engine. Raises: RequestRefused, EngineError when it crashes or is unusable."""
         engine = self._restarts.engine
-        try:
-            async with asyncio.timeout(None) as unusable:
-                self._in_flight.add(unusable)
-                answers = await engine.generate(request)
-        except RequestRefused:
-            raise
-        except EngineError as error:
-            self._crashed(engine, str(error))
-            raise
-        except TimeoutError:
-            assert unusable.expired(), "engines answer at the deadline, without this error"
-            raise EngineError("the engine was declared unusable") from None
-        finally:
-            self._in_flight.discard(unusable)
+        with request.tally.part() as tally:
+            try:
+                async with asyncio.timeout(None) as unusable:
+                    self._in_flight.add(unusable)
+                    answers = await engine.generate(replace(request, tally=tally))
+            except RequestRefused:
+                raise
+            except EngineError as error:
+                self._crashed(engine, str(error))
+                if error.unfinished is None:
+                    tally.lose(ENGINE_CRASH)
+                else:
+                    tally.add(_tokens(error.unfinished))
+                raise
+            except TimeoutError:
+                assert unusable.expired(), "engines answer at the deadline, without this error"
+                tally.lose(ENGINE_CRASH)
+                raise EngineError("the engine was declared unusable") from None
+            finally:
+                self._in_flight.discard(unusable)
+            tally.add(_tokens(answers))
         if any(answer.finish_reason != "abort" for answer in answers):
             self._restarts.answered(engine)
         return answers
@@ -330,6 +338,11 @@ class RestartingEngine:
 
     def _crashed(self, engine: Engine, reason: str) -> None:
         self._restarts.crashed(engine, reason, requests=len(self._in_flight))
+
+
+def _tokens(answers: Iterable[Completion]) -> int:
+    """Number of generated tokens."""
+    return sum(len(answer.token_ids) for answer in answers)
 
 
 def stitch(begun: Completion, rest: Completion) -> Completion:

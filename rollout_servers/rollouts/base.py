@@ -17,6 +17,7 @@ from slipstream.models.images import ImageError
 from slipstream.rewards import base as rewards
 from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
+from slipstream.rollout_servers.tally import UNFINISHED, Tally
 from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 
 ENGINE_GRACE_S = 10.0
@@ -42,15 +43,13 @@ class EpisodeFailed(SlipstreamError):
     """An episode can't be finished or scored; its group is dropped and counted under `reason`.
 
     Attributes:
-        tokens: number of tokens that were generated for it.
         lengths: of its finished episodes, in action tokens.
     """
 
-    def __init__(self, reason: FailureReason, detail: str, tokens: int = 0, lengths: Sequence[int] = ()) -> None:
+    def __init__(self, reason: FailureReason, detail: str, lengths: Sequence[int] = ()) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: FailureReason = reason
         self.detail = detail
-        self.tokens = tokens
         self.lengths = lengths
 
 
@@ -261,20 +260,21 @@ class Played:
 
     Attributes:
         episodes: the finished ones.
-        lost_tokens: tokens that were generated for the others.
         failure: why the first of the others failed; None where time ran out.
     """
 
     episodes: Sequence[PlayedEpisode]
-    lost_tokens: int = 0
     failure: EpisodeFailed | None = None
 
 
 class Rollout(Protocol):
     """A way to play an episode."""
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
         """Plays `samples` episodes of a task; those that are not finished at `until`, the loop's time, are cut short.
+
+        Args:
+            tally: counts their tokens, and discards those of episodes that are not returned.
 
         Raises: EpisodeFailed when none can be played, EngineError when the engine is dead.
         """
@@ -327,6 +327,7 @@ class AnswerGenerator:
         samples: int,
         greedy: bool,
         until: float,
+        tally: Tally,
         max_tokens: int | None = None,
     ) -> list[Completion]:
         """Answers to a context with the images of its prompt; unfinished ones (`abort`) at `until`.
@@ -337,7 +338,15 @@ class AnswerGenerator:
         try:
             async with asyncio.timeout(left_s + ENGINE_GRACE_S):
                 return await self.engine.generate(
-                    Request(token_ids, left_s, samples=samples, greedy=greedy, max_tokens=max_tokens, images=images)
+                    Request(
+                        token_ids,
+                        left_s,
+                        samples=samples,
+                        greedy=greedy,
+                        max_tokens=max_tokens,
+                        images=images,
+                        tally=tally,
+                    )
                 )
         except TimeoutError:
             detail = f"no reply of the engine within rollout.group_deadline_s={self.config.group_deadline_s:g}"
@@ -352,18 +361,17 @@ class SingleTurn:
 
     policy: AnswerGenerator
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EpisodeFailed, EngineError."""
         prompt = self.policy.prompt(task.prompt, task.images)
         answers = await self.policy.generate(
-            prompt.token_ids, images=prompt.images, samples=samples, greedy=greedy, until=until
+            prompt.token_ids, images=prompt.images, samples=samples, greedy=greedy, until=until, tally=tally
         )
         finished = [answer for answer in answers if answer.finish_reason != "abort" and answer.token_ids]
         texts = self.policy.tokenizer.decode([answer.token_ids for answer in finished])
-        return Played(
-            [answered(task, prompt, answer, text) for answer, text in zip(finished, texts, strict=True)],
-            lost_tokens=sum(len(answer.token_ids) for answer in answers if answer.finish_reason == "abort"),
-        )
+        cut = sum(len(answer.token_ids) for answer in answers if answer.finish_reason == "abort")
+        tally.discard(UNFINISHED, cut)
+        return Played([answered(task, prompt, answer, text) for answer, text in zip(finished, texts, strict=True)])
 
 
 def answered(task: Task, prompt: Prompt, answer: Completion, text: str) -> PlayedEpisode:

@@ -293,11 +293,6 @@ class Conversation:
         return self.transcripts[-1].token_ids
 
     @property
-    def action_tokens(self) -> int:
-        """Number of generated tokens."""
-        return sum(transcript.action_tokens for transcript in self.transcripts)
-
-    @property
     def end(self) -> int:
         """Number of tokens of all sequences."""
         return sum(len(transcript.token_ids) for transcript in self.transcripts)

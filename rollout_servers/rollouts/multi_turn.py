@@ -22,6 +22,7 @@ from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Played, PlayedEpisode
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
+from slipstream.rollout_servers.tally import UNFINISHED, Tally
 
 log = get_log("rollout.sessions")
 
@@ -231,30 +232,30 @@ class MultiTurn:
         self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
         self._sessions = Sessions(env, group_deadline_s=policy.config.group_deadline_s)
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
-        finished, failures, lost_tokens = list[PlayedEpisode](), list[EpisodeFailed](), 0
+        finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
 
         async def play_one() -> None:
-            nonlocal lost_tokens
             conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
-            state, budgets, episode = _State(conversation), _Budgets.start(self._config, until=until), None
-            try:
-                async with self._sessions.open(task, until=until) as session:
-                    self._begin(conversation, session.opening, task)
-                    ended = await self._turns(session, state, budgets, greedy=greedy)
-                    episode = ended and self._played(task, state, ended)
-            except EpisodeFailed as error:
-                failures.append(error)
-            if episode is None:
-                lost_tokens += conversation.action_tokens
-            else:
-                finished.append(episode)
+            state, budgets = _State(conversation), _Budgets.start(self._config, until=until)
+            with tally.part() as tokens:
+                try:
+                    async with self._sessions.open(task, until=until) as session:
+                        self._begin(conversation, session.opening, task)
+                        ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
+                        if ended is not None:
+                            finished.append(self._played(task, state, ended))
+                        else:
+                            tokens.lose(UNFINISHED)
+                except EpisodeFailed as error:
+                    failures.append(error)
+                    tokens.lose(error.reason)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(samples):
                 tasks.create_task(play_one())
-        return Played(finished, lost_tokens, failures[0] if failures else None)
+        return Played(finished, failures[0] if failures else None)
 
     def close(self) -> None:
         """Ends the sessions' thread."""
@@ -271,7 +272,9 @@ class MultiTurn:
         shown = self._format.for_template(opening)
         conversation.begin(opening, self._policy.prompt(shown.messages, images, tools=shown.tools))
 
-    async def _turns(self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool) -> Ended | None:
+    async def _turns(
+        self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool, tally: Tally
+    ) -> Ended | None:
         """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""
         conversation = state.conversation
         while True:
@@ -281,6 +284,7 @@ class MultiTurn:
                 samples=1,
                 greedy=greedy,
                 until=budgets.generation_until,
+                tally=tally,
                 max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
             )
             if completion.token_ids:

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ from slipstream.rollout_servers.rollouts.base import (
     image_id,
 )
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.tally import BASELINE, Tally
 from slipstream.rollout_servers.tokenizer import ImagePlaceholders, Tokenizer
 
 if TYPE_CHECKING:
@@ -128,22 +129,30 @@ class Player:
         """Plays and scores `samples` episodes of one task. Raises: as `generate` and `score` do."""
         return (await self.score(await self.generate(split, index, samples=samples, greedy=greedy))).trajectories
 
-    async def generate(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Unscored:
+    async def generate(
+        self, split: Split, index: int, *, samples: int, greedy: bool = False, tally: Tally | None = None
+    ) -> Unscored:
         """Plays `samples` episodes of one task; the only one of a held-out task is greedy.
 
         Fewer, but at least `rollout.min_episodes`, if the others were not finished at `rollout.group_deadline_s`.
+
+        Args:
+            tally: counts their tokens, and discards those of the others.
 
         Raises: EpisodeFailed when the task, its prompt or its sessions fail, EngineError when the engine is dead.
         """
         now = asyncio.get_running_loop().time
         void_at = now() + self._ticket_deadline_s
+        tally = tally or Tally()
         try:
             task = await self._task(split, index)
+            tally.name(self._label(task.info) or self._env_name)
             played = await self._rollout.play(
                 task,
                 samples=samples,
                 greedy=greedy or (split == "eval" and samples == 1),
                 until=now() + self._config.group_deadline_s,
+                tally=tally,
             )
             self._require_enough(played, split, samples)
         except EpisodeFailed as error:
@@ -194,7 +203,7 @@ class Player:
             return {}
         first, left = failures[0][1], len(results) - len(failures)
         if left < self._enough(unscored.split, len(results)):
-            failed = EpisodeFailed(first.reason, first.detail, sum(lengths), lengths)
+            failed = EpisodeFailed(first.reason, first.detail, lengths)
             raise self._named(failed, unscored.split, unscored.index)
         lost = defaultdict[str, list[int]](list)
         for length, failure in failures:
@@ -208,22 +217,25 @@ class Player:
 
     def _mixture_score(self, episode: PlayedEpisode, reward: float) -> dict[str, float]:
         """The reward under the label of the task's env, if the env is a mixture."""
-        label = episode.view.info.get(LABEL)
-        return {f"mix/{label}": reward} if label in getattr(self.env, "labels", ()) else {}
+        label = self._label(episode.view.info)
+        return {f"mix/{label}": reward} if label else {}
+
+    def _label(self, info: Mapping[str, Any]) -> str | None:
+        """The label of a task's env, if the env is a mixture."""
+        label = info.get(LABEL)
+        return str(label) if label in getattr(self.env, "labels", ()) else None
 
     def _require_enough(self, played: Played, split: Split, samples: int) -> None:
         finished = len(played.episodes)
         if finished >= self._enough(split, samples):
             return
         lengths = [episode.action_tokens for episode in played.episodes]
-        tokens = played.lost_tokens + sum(lengths)
         if played.failure is not None:
-            raise EpisodeFailed(played.failure.reason, played.failure.detail, tokens, lengths)
+            raise EpisodeFailed(played.failure.reason, played.failure.detail, lengths)
         raise EpisodeFailed(
             "generation_timeout",
             f"{finished} of {samples} answers finished within "
             f"rollout.group_deadline_s={self._config.group_deadline_s:g}",
-            tokens,
             lengths,
         )
 
@@ -269,7 +281,7 @@ class Player:
     def _named(self, error: EpisodeFailed, split: Split, index: int) -> EpisodeFailed:
         """The error with its task's name."""
         detail = f"task ({self._env_name}, {split}, {index}): {error.detail}"
-        return EpisodeFailed(error.reason, detail, error.tokens, error.lengths)
+        return EpisodeFailed(error.reason, detail, error.lengths)
 
 
 def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
@@ -280,12 +292,13 @@ def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
     return {ENV_SCORE: sum(value for _, value in episode.env_rewards)} | metrics
 
 
-async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable[[], None]) -> tuple[m.Group, int]:
-    """The group of a ticket, and the number of tokens that were generated for it.
+async def play_group(player: Player, ticket: m.Ticket, tally: Tally, *, on_generated: Callable[[], None]) -> m.Group:
+    """The group of a ticket.
 
     Tasks of an evaluation fail one by one: the group lacks their episodes and counts them by reason.
 
     Args:
+        tally: counts the ticket's tokens.
         on_generated: called once the engine is no longer needed, whether that succeeded or not.
 
     Raises: EpisodeFailed, of an evaluation when all tasks fail; EngineError when the engine is dead.
@@ -295,42 +308,58 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
     images: dict[str, bytes] = {}
     generating = set(ticket.indices)
 
-    async def play(index: int) -> Scored:
+    if split == "eval":
+        tally.name("")  # its tasks may be of several envs
+
+    async def generate(index: int, tokens: Tally) -> Unscored:
         try:
+            return await player.generate(split, index, samples=ticket.samples, tally=tokens)
+        finally:
+            generating.discard(index)
+            if not generating:
+                on_generated()
+
+    async def play(index: int) -> Scored:
+        with tally.part() as tokens:
             try:
-                unscored = await player.generate(split, index, samples=ticket.samples)
+                unscored = await generate(index, tokens)
+                if split == "eval":
+                    _require_version(ticket, unscored)
+                images.update(_images(unscored))
+                return await player.score(unscored)
+            except EpisodeFailed as error:
+                tokens.lose(error.reason)
+                failures.append(error)
+                if len(failures) == len(ticket.indices):
+                    raise
+                log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
+                return Scored([])
+
+    async def play_baseline(index: int) -> float:
+        with tally.part() as tokens:
+            try:
+                unscored = await player.generate(split, index, samples=1, greedy=True, tally=tokens)
+                return (await player.score(unscored)).trajectories[0].reward
             finally:
-                generating.discard(index)
-                if not generating:
-                    on_generated()
-            if split == "eval":
-                _require_version(ticket, unscored)
-            images.update(_images(unscored))
-            return await player.score(unscored)
-        except EpisodeFailed as error:
-            failures.append(error)
-            if len(failures) == len(ticket.indices):
-                raise
-            log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
-            return Scored([])
+                tokens.lose(BASELINE)
 
     try:
         async with asyncio.TaskGroup() as tasks:
             played = [tasks.create_task(play(index)) for index in ticket.indices]
-            baselines = [
-                tasks.create_task(player.play(split, index, samples=1, greedy=True))
-                for index in ticket.indices
-                if ticket.greedy
-            ]
+            baselines = [tasks.create_task(play_baseline(index)) for index in ticket.indices if ticket.greedy]
     except BaseExceptionGroup as errors:
         _, others = errors.split(EpisodeFailed)
-        raise others or first_error(EpisodeFailed, errors) or errors from None
+        error = others or first_error(EpisodeFailed, errors) or errors
+        if isinstance(error, EpisodeFailed):
+            tally.lose(error.reason)
+        raise error from None
     return _group(
         ticket,
         [task.result() for task in played],
-        baseline=[trajectory for task in baselines for trajectory in task.result()],
+        greedy_reward=baselines[0].result() if baselines else None,
         failures=Counter(failure.reason for failure in failures),
         images=images,
+        unused=tally.unused,
     )
 
 
@@ -344,11 +373,12 @@ def _group(
     ticket: m.Ticket,
     by_task: Sequence[Scored],
     *,
-    baseline: Sequence[m.Trajectory],
+    greedy_reward: float | None,
     failures: Mapping[str, int],
     images: dict[str, bytes],
-) -> tuple[m.Group, int]:
-    """The group with its episodes numbered across tasks, and its number of action tokens, the baseline's included."""
+    unused: Mapping[str, int],
+) -> m.Group:
+    """The group with its episodes numbered across tasks."""
     trajectories: list[m.Trajectory] = []
     lost = defaultdict[str, list[int]](list)
     count = 0
@@ -360,7 +390,7 @@ def _group(
         count = trajectories[-1].episode + 1 if trajectories else 0
         for reason, lengths in scored.lost.items():
             lost[reason] += lengths
-    group = m.Group(
+    return m.Group(
         id=ticket.id,
         kind=ticket.kind,
         epoch=ticket.epoch,
@@ -369,11 +399,10 @@ def _group(
         missing=ticket.samples * len(ticket.indices) - count,
         lost=dict(lost),
         failures=dict(failures),
-        greedy_reward=baseline[0].reward if baseline else None,
+        greedy_reward=greedy_reward,
         images=images,
+        unused=dict(unused),
     )
-    tokens = sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
-    return group, tokens + sum(map(sum, lost.values()))
 
 
 def _require_version(ticket: m.Ticket, unscored: Unscored) -> None:
@@ -382,4 +411,4 @@ def _require_version(ticket: m.Ticket, unscored: Unscored) -> None:
     others = {version for episode in episodes for version in episode.versions} - {ticket.version}
     if others:
         detail = f"evaluation of version {ticket.version}: tokens are of {sorted(others)} too"
-        raise EpisodeFailed("superseded", detail, sum(episode.action_tokens for episode in episodes))
+        raise EpisodeFailed("superseded", detail)

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_ids
 from slipstream.buffer.wire.messages import Trajectory
@@ -174,11 +173,10 @@ def decoder(run: Run) -> tuple[Decode, str]:
         return text_decoder(run.folder.export), ""
     config = run.config()
     model = config.get("model") if isinstance(config, dict) else None
-    try:
-        keys = {key: model.get(key) for key in ("path", "revision", "build")} if isinstance(model, dict) else {}
-        decode, reason = decoder_or_reason(run.folder, ModelConfig(**keys))
-    except ValidationError as error:
-        decode, reason = None, str(error)
+    path, revision = (model.get("path"), model.get("revision")) if isinstance(model, dict) else (None, None)
+    # Not validated: another release may have written it.
+    model = ModelConfig.model_construct(path=None if path is None else Path(str(path)), revision=revision)
+    decode, reason = decoder_or_reason(run.folder, model)
     return decode or ids_as_text, reason
 
 

@@ -33,7 +33,7 @@ from slipstream.tools.launch.progress import (
 )
 from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import Supervisor
-from slipstream.tools.report import extend_summary, read_summary, report
+from slipstream.tools.summary import extend_summary, read_summary, report
 
 REDIS_DEADLINE_S = 120.0
 """A server loads a large append-only file before it answers."""

@@ -101,27 +101,24 @@ local function report_tokens(server, sampled)
   end
 end
 
--- Ends a server's work on a ticket, for which it has sampled `sampled` tokens; `lost`: {reason = tokens} of them.
--- Returns the row, nil where that was reported before. `accepted`: true for an outcome that happens once.
-local function settle(server, env, id, sampled, lost, accepted)
-  local name = key('unsettled:' .. server)
+-- Ends a server's work on a ticket: of `origin.sampled` tokens, `lost` ({reason = tokens}) are lost, and `kept` not. Where
+-- other tokens arrived than were sampled, the group's name is kept with the difference. `kept` is nil for an outcome that
+-- may be repeated: that has an effect only the first time. Returns the row, '0' without tokens.
+local function settle(id, origin, lost, kept)
+  local name = key('unsettled:' .. origin.server)
   local entry = redis.call('HGET', name, id)
-  if not entry and not accepted then return nil end
+  if not entry and not kept then return '0' end
   if entry then redis.call('HDEL', name, id) end
   local row, before, reason = read_unsettled(entry or '')
-  row = row or row_of(server, env)
+  local sampled, known = origin.sampled, kept or 0
+  for _, tokens in pairs(lost) do known = known + tokens end
+  if sampled > 0 or known > 0 then row = row or row_of(origin.server, origin.env) end
+  if not row then return '0' end
   add_tokens(row, 'generated', sampled - before)
   if reason ~= '' then add_tokens(row, 'lost:' .. reason, -before) end
   for lost_reason, tokens in pairs(lost) do add_tokens(row, 'lost:' .. lost_reason, tokens) end
-  return row
-end
-
--- As `settle`, for an accepted ticket of whose tokens `kept` are not lost; a difference is kept with the group's name.
-local function settle_accepted(server, env, id, sampled, lost, kept)
-  local row, open = settle(server, env, id, sampled, lost, true), sampled - kept
-  for _, tokens in pairs(lost) do open = open - tokens end
-  if open ~= 0 and redis.call('HLEN', key('account_open')) < MOST_OPEN then
-    redis.call('HSET', key('account_open'), id, row .. ':' .. open)
+  if sampled ~= known and redis.call('HLEN', key('account_open')) < MOST_OPEN then
+    redis.call('HSET', key('account_open'), id, row .. ':' .. sampled - known)
   end
   return row
 end

@@ -26,8 +26,7 @@ local function deliver(id, facts)
   end
   order = string.format('%.17g', order)
   seen[id] = true
-  local origin = facts.origin
-  local row = settle_accepted(origin.server, origin.env, id, origin.sampled, facts.lost, facts.kept_tokens)
+  local row = settle(id, facts.origin, facts.lost, facts.kept_tokens)
   local ids = by_server[known[2]] or {}
   by_server[known[2]] = ids
   ids[#ids + 1] = id

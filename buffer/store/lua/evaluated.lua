@@ -17,7 +17,5 @@ end_slice(version, slice)
 redis.call('SADD', eval .. ':groups', id)
 redis.call('SET', key('group:' .. id), ARGV[2])
 count_eval_tasks(version, args.answered, args.failures)
-local origin = args.origin
-local row = settle_accepted(origin.server, origin.env, id, origin.sampled, args.lost, args.tokens)
-add_tokens(row, 'evaluated', args.tokens)
+add_tokens(settle(id, args.origin, args.lost, args.tokens), 'evaluated', args.tokens)
 return 'evaluated'

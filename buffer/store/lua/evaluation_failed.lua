@@ -11,7 +11,7 @@ for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -
   if slice_ticket(version, slice) == args.id then
     local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice:match('%d+'), 1) - args.ignored_failures
     if failures <= 0 then return 'again' end
-    settle_accepted(origin.server, origin.env, args.id, origin.sampled, args.lost, 0)
+    settle(args.id, origin, args.lost, 0)
     if failures <= args.retries then
       return_slice(version, slice)
     else

@@ -7,5 +7,5 @@ if redis.call('HINCRBY', key('about:' .. id), 'failures', 1) <= args.ignored_fai
 release_ticket(id)
 drop(id, 'filtered', args.reason)
 record_facts(args.facts)
-settle_accepted(origin.server, origin.env, id, origin.sampled, args.facts.lost, 0)
+settle(id, origin, args.facts.lost, 0)
 return 'filtered'

@@ -198,7 +198,7 @@ local LATE_REASONS = {duplicate = 'duplicate', finished = 'run_finished', void =
 
 -- Settles a ticket whose group comes too late, with all its tokens. Returns the outcome.
 local function settle_late(outcome, id, origin)
-  settle(origin.server, origin.env, id, origin.sampled, {[LATE_REASONS[outcome]] = origin.sampled}, false)
+  settle(id, origin, {[LATE_REASONS[outcome]] = origin.sampled})
   return outcome
 end
 
