@@ -218,17 +218,18 @@
     title: "Account",
 
     async show(root, context) {
-      const waiting = S.empty("Reading the ledger …");
-      root.append(waiting);
-      const [account, columns] = await Promise.all([
-        context.get(S.path(context.run, "account")).catch((error) => error),
-        S.loadColumns(context.run, ["buffer/*"], { points: 10 }, context.signal),
-      ]).finally(() => waiting.remove());
+      const tokens = S.h("div", { class: "view" }, S.panel("Tokens", {}, S.empty("Reading the ledger …")));
+      root.append(tokens);
+      const reading = context.get(S.path(context.run, "account")).then(tokenPanels, (error) => {
+        if (error.name === "AbortError") throw error;
+        return [S.panel("Tokens", {}, S.empty(error.message))];
+      });
+      const columns = await S.loadColumns(context.run, ["buffer/*"], { points: 10 }, context.signal);
       root.append(
-        ...(account instanceof Error ? [S.panel("Tokens", {}, S.empty(account.message))] : tokenPanels(account)),
         S.panel("Groups, at the latest step", {}, groupsLine(columns)),
         S.panel("Length bias", {}, bias(columns)),
       );
+      tokens.replaceChildren(...(await reading));
       return null;
     },
   });

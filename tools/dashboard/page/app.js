@@ -341,7 +341,7 @@
     else if (event.key === "/") main.querySelector("[data-search]")?.focus();
     else if (event.key === "r") {
       parts.picker.open = !parts.picker.open;
-      parts.picker.querySelector("input, summary").focus();
+      parts.picker.querySelector(parts.picker.open ? "input" : "summary").focus();
     } else if (event.key === "t") nextTheme();
     else if (event.key === "?") showHelp();
     else return;

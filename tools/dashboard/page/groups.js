@@ -2,12 +2,13 @@
 // Groups of the ledger: a list by state, and one group's life with its answers.
 
 (() => {
-  const STATES = ["", "issued", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued"];
+  const STATES = ["issued", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued"];
   const SORTS = [
     ["", "latest first"],
-    ["reward", "lowest reward"],
-    ["-reward", "highest reward"],
+    ["id", "oldest first"],
     ["-tokens", "longest"],
+    ["tokens", "shortest"],
+    ["-version", "newest version"],
   ];
 
   const row = (group) => [
@@ -15,22 +16,21 @@
       "span",
       { class: "row-top" },
       S.h("span", { class: "when" }, group.id),
-      S.h("span", { class: `kind state-${group.state}` }, group.state, group.reason && `: ${group.reason}`),
+      S.h("span", { class: `kind state-${group.state}` }, group.state),
+      S.h("span", { class: "muted" }, group.detail),
       S.h("span", { class: "spacer" }),
-      group.reward !== null && group.reward !== undefined && S.h("b", { class: "reward" }, S.number(group.reward)),
+      S.h("b", { class: "reward" }, S.number(group.reward ?? null)),
     ),
     S.h(
       "span",
       { class: "excerpt muted" },
       [
-        ["task", group.task],
-        ["env", group.env],
-        ["server", group.server],
-        ["version", group.version],
-        ["step", group.step],
+        `server ${group.server || "–"}`,
+        `version ${S.number(group.version)}`,
+        group.answers > 0 && `${S.number(group.answers)} answers, ${S.number(group.tokens)} tokens`,
+        group.steps?.length > 0 && `step ${group.steps.map(S.number).join(", ")}`,
       ]
-        .filter(([, v]) => v !== null && v !== undefined && v !== "")
-        .map(([name, v]) => `${name} ${v}`)
+        .filter(Boolean)
         .join(" · "),
     ),
   ];
@@ -80,12 +80,17 @@
     );
   }
 
-  function answers(group) {
-    const list = group.answers || [];
-    if (!list.length)
-      return S.empty("Its answers are not kept. `buffer.keep_trained` keeps the bytes of trained groups.");
+  const policyText = (stretches) =>
+    stretches
+      .filter(({ role }) => role === "action")
+      .map(({ text }) => text)
+      .join(" ");
+
+  function answers({ samples, note }) {
+    const list = samples;
+    if (!list.length) return S.empty(`Its answers are not shown: ${note || "the ledger has none"}.`);
     const mean = list.reduce((sum, { reward }) => sum + (reward ?? 0), 0) / list.length;
-    return list.map((answer, i) => {
+    return list.map((answer) => {
       const body = S.h("div", {});
       const details = S.h(
         "details",
@@ -98,23 +103,14 @@
         S.h(
           "summary",
           {},
-          S.h("span", { class: "when" }, `answer ${answer.answer ?? i}`),
+          S.h("span", { class: "when" }, `answer ${answer.answer}`),
           S.h("b", { class: "reward" }, S.number(answer.reward)),
           S.h(
             "span",
             { class: "muted" },
             `${answer.reward > mean ? "above" : answer.reward < mean ? "below" : "at"} the mean · ${S.number(answer.tokens)} tokens · ${answer.finish_reason ?? ""}`,
           ),
-          S.h(
-            "span",
-            { class: "gist" },
-            answer.excerpt ??
-              (answer.stretches || [])
-                .filter(({ role }) => role === "action")
-                .map(({ text }) => text)
-                .join(" ")
-                .slice(0, 160),
-          ),
+          S.h("span", { class: "gist" }, policyText(answer.stretches).slice(0, 160)),
         ),
         body,
       );
@@ -122,14 +118,11 @@
     });
   }
 
-  const FACTS = ["task", "env", "epoch", "server", "version", "step", "steps", "reason", "tokens", "priority"];
-
   async function detail(context) {
     const { argument, run } = context;
     if (argument === null)
       return S.empty("Choose a group: its states with their times, and its answers with their rewards.");
     const group = await context.get(S.path(run, "groups", argument));
-    const facts = { ...group, ...group.facts };
     return S.h(
       "div",
       {},
@@ -137,11 +130,7 @@
         "section",
         { class: "panel" },
         S.h("h2", {}, `Group ${argument}`, S.h("span", { class: `kind state-${group.state}` }, group.state)),
-        S.facts(
-          FACTS.filter(
-            (name) => facts[name] !== null && facts[name] !== undefined && typeof facts[name] !== "object",
-          ).map((name) => [name, S.json(facts[name])]),
-        ),
+        S.facts(Object.entries(group.facts)),
         life(group.history),
       ),
       S.h("section", { class: "panel" }, S.h("h2", {}, "Answers"), answers(group)),
@@ -167,7 +156,9 @@
         render: row,
         open: (group) => context.go("groups", group.id, filters()),
         load: async (offset, limit) => {
-          const { total, groups } = await context.get(S.path(run, "groups"), { ...filters(), offset, limit });
+          const { total, counts, groups } = await context.get(S.path(run, "groups"), { ...filters(), offset, limit });
+          for (const option of states.querySelectorAll("option[value]:not([value=''])"))
+            option.textContent = `${option.value} (${S.number(counts[option.value] ?? 0)})`;
           return { total, items: groups };
         },
       });
@@ -189,16 +180,17 @@
         context.keep({ [name]: value });
         reload();
       };
+      const states = S.select(
+        "State",
+        [["", "all"], ...STATES.map((state) => [state, state])],
+        parameters.get("state") || "",
+        choose("state"),
+      );
       const bar = S.h(
         "div",
         { class: "bar" },
-        S.search("Find by id, task or reason", parameters.get("query") || "", choose("query")),
-        S.select(
-          "State",
-          STATES.map((state) => [state, state || "all"]),
-          parameters.get("state") || "",
-          choose("state"),
-        ),
+        S.search("Find by id or server", parameters.get("query") || "", choose("query")),
+        states,
         S.select("Sort", SORTS, parameters.get("sort") || "", choose("sort")),
         count,
       );

@@ -22,7 +22,6 @@
     "*power*",
     "*cost*",
   ];
-  const LEDGER_EVERY_MS = 15000;
   const RATE_ROWS = 100; // rows at the end that the remaining time is computed from
   const SPARK = { width: 96, height: 22, points: 60 };
 
@@ -96,7 +95,7 @@
       ),
       isRunning && done < steps
         ? tile("Time left", S.duration(remaining(columns)), `${S.duration(elapsed.at(-1))} so far`)
-        : tile("Time", S.duration(elapsed.at(-1)), "from start to the last step"),
+        : tile("Time", S.duration(elapsed.at(-1)), "wall clock"),
       metric("reward", "Reward", S.number),
       score === null
         ? tile("Score", "–", "no evaluation yet: eval.every_steps")
@@ -228,8 +227,6 @@
         ),
         S.panel("Latest events", {}, list),
       );
-      let durable = null;
-      let askedAt = 0;
 
       const draw = () => {
         waiting.hidden = first.columns.length > 0;
@@ -239,7 +236,7 @@
         const record = Object.fromEntries(
           Object.keys(first.columns.columns).map((name) => [name, first.columns.last(name) ?? undefined]),
         );
-        pipeline.show(record, durable);
+        pipeline.show(record);
         for (const { curve, chart } of charts)
           chart.show(
             lines(curve, loaded),
@@ -248,25 +245,13 @@
         list.replaceChildren(eventList(first.events));
       };
 
-      // Durable groups are counted in the ledger, which may be slow to open, or gone: the view of groups then says why.
-      const countDurable = async () => {
-        if (Date.now() - askedAt < LEDGER_EVERY_MS) return;
-        askedAt = Date.now();
-        const found = await context.get(S.path(first.run, "groups"), { state: "durable", limit: 1 }).catch(() => null);
-        if (!found || context.signal.aborted) return;
-        durable = found.total;
-        draw();
-      };
-
       draw();
-      countDurable();
       return {
         async live(run, batch) {
           const target = loaded.find((one) => one.run === run);
           if (!target) return;
           batch.step.forEach((record) => target.columns.append(record));
           S.addEvents(target.events, batch.event);
-          if (run === first.run) countDurable();
           draw();
           if (!batch.eval.length) return;
           target.evals = await S.loadEvaluations(run, context.signal).catch(() => target.evals);

@@ -27,9 +27,8 @@
     return { kind: "fine", text: `Nobody waits long: ${shares}.` };
   };
 
-  function stages(record, durable) {
+  function stages(record) {
     const limit = record.groups_in_flight_limit;
-    const trained = held(record, "trained");
     return [
       { name: "issued", title: "Tickets", count: held(record, "issued"), note: "so far" },
       {
@@ -41,18 +40,7 @@
       },
       { name: "ready", title: "Ready", count: held(record, "ready"), note: "in the queue" },
       { name: "leased", title: "Leased", count: held(record, "leased"), note: "in a step" },
-      { name: "trained", title: "Trained", count: trained, note: "so far" },
-      ...(durable === null
-        ? []
-        : [
-            {
-              name: "durable",
-              title: "Durable",
-              count: durable,
-              note: "in a checkpoint",
-              fill: trained && durable / trained,
-            },
-          ]),
+      { name: "trained", title: "Trained", count: held(record, "trained"), note: "durable included" },
     ];
   }
 
@@ -187,8 +175,7 @@
   }
 
   /**
-   * The pipeline of one run as an element with `show(record, durable)`: the latest value of each metric, and the number
-   * of durable groups, null if unknown.
+   * The pipeline of one run as an element with `show(record)` for the latest value of each metric.
    */
   S.Pipeline = class {
     constructor() {
@@ -197,7 +184,7 @@
       this.losses = S.h("p", { class: "muted" });
       this.root = S.h("div", {}, this.sentence, this.picture, this.losses);
       new ResizeObserver(() => {
-        if (this.shown && this.isWide() !== this.wasWide) this.show(...this.shown);
+        if (this.shown && this.isWide() !== this.wasWide) this.show(this.shown);
       }).observe(this.picture);
     }
 
@@ -205,10 +192,10 @@
       return this.picture.clientWidth >= WIDE_PX;
     }
 
-    show(record, durable) {
-      this.shown = [record, durable];
+    show(record) {
+      this.shown = record;
       this.wasWide = this.isWide();
-      const list = stages(record, durable);
+      const list = stages(record);
       const issued = list[0].count || 1;
       const [w, h, parts] = (this.wasWide ? wide : tall)(record, list, exits(record), issued);
       const label = list.map(({ title, count }) => `${title} ${S.number(count)}`).join(", ");
