@@ -25,7 +25,7 @@ VIEWS = {
     "overview": "document.querySelectorAll('.uplot').length === 4",
     "metrics": "document.querySelectorAll('.uplot').length > 3",
     "servers": "document.querySelectorAll('.servers .row').length > 10",
-    "samples": "document.querySelectorAll('.samples .row .excerpt').length > 5",
+    "samples": "document.querySelectorAll('.browsed .row .excerpt').length > 5",
 }
 """When each view is complete."""
 
