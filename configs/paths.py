@@ -45,6 +45,26 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def servers(self) -> Path:
+        """The rollout servers' latest state."""
+        return self.root / "servers.json"
+
+    @property
+    def servers_history(self) -> Path:
+        """One JSON record per line: the rollout servers' state over time."""
+        return self.root / "servers.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON record per line: restarts, servers that join or leave, the throttle's moves, warnings."""
+        return self.root / "events.jsonl"
+
+    @property
+    def starts(self) -> Path:
+        """For each start of the learner: command, versions of packages, machine."""
+        return self.root / "run.json"
+
+    @property
     def curves(self) -> Path:
         """Plot of the run."""
         return self.root / "curves.png"
