@@ -95,7 +95,7 @@ def test_events_servers_and_catalogue(server: Server) -> None:
     [
         ({"sort": "-reward", "limit": 2}, ["step-000000001-0", "step-000000003-0"]),
         ({"sort": "-step", "limit": 1, "offset": 1}, ["step-000000003-1"]),
-        ({"query": "R55"}, ["step-000000001-1"]),
+        ({"query": "R551"}, ["step-000000003-1"]),
         ({"from": 2, "chosen": "worst", "task": 5}, ["step-000000003-1"]),
         ({"task": 6}, []),
         ({"kind": "eval"}, ["eval-000000001-0"]),
