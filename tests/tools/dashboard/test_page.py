@@ -34,10 +34,10 @@ VIEWS = {
     "metrics": (".uplot", True),
     "servers": (".servers .row", True),
     "account": (".stack, .equation", True),
-    "samples": (".samples .row", True),
+    "samples": (".browsed .row", True),
     "samples/step-000000060-0": (".token", True),
     "prompts/0": (".card", True),
-    "groups/3": (".strip, .answer, .samples .row", False),
+    "groups/3": (".strip, .answer, .browsed .row", False),
     "compare": (".uplot, tbody tr", False),
     "run": ("tbody tr, .events li", True),
 }
@@ -219,7 +219,7 @@ def test_everything_is_reached_by_keys(page: Page, served: Served) -> None:
     page.press("Enter")
     assert page.evaluate("document.activeElement.id") == "main"
     page.press("5")
-    page.wait("document.querySelectorAll('.samples [role=option]').length > 5")
+    page.wait("document.querySelectorAll('.browsed [role=option]').length > 5")
     page.press("/")
     assert page.evaluate("document.activeElement.type") == "search"
     for letter in "step 60":

@@ -142,63 +142,28 @@
     title: "Groups",
 
     async show(root, context) {
-      const { parameters, run, argument } = context;
-      const filters = () =>
-        Object.fromEntries(
-          ["state", "query", "sort"].filter((name) => parameters.get(name)).map((name) => [name, parameters.get(name)]),
-        );
-      const count = S.h("span", { class: "muted count", role: "status" });
-      const nothing = S.empty("");
-      const list = new S.List({
-        label: "Groups",
-        rowHeight: 54,
-        className: "samples",
+      let states = null;
+      await S.browse(root, context, {
+        view: "groups",
+        filters: ["state", "query", "sort"],
+        search: "Find by id or server",
+        controls: (value, choose) => [
+          (states = S.select(
+            "State",
+            [["", "all"], ...STATES.map((name) => [name, name])],
+            value("state"),
+            choose("state"),
+          )),
+          S.select("Sort", SORTS, value("sort"), choose("sort")),
+        ],
         render: row,
-        open: (group) => context.go("groups", group.id, filters()),
-        load: async (offset, limit) => {
-          const { total, counts, groups } = await context.get(S.path(run, "groups"), { ...filters(), offset, limit });
-          for (const option of states.querySelectorAll("option[value]:not([value=''])"))
-            option.textContent = `${option.value} (${S.number(counts[option.value] ?? 0)})`;
-          return { total, items: groups };
+        detail: () => detail(context),
+        none: "The ledger holds no group yet.",
+        onPage: ({ counts }) => {
+          for (const option of states.querySelectorAll("option"))
+            if (option.value in counts) option.textContent = `${option.value} (${S.number(counts[option.value])})`;
         },
       });
-      const reload = async () => {
-        try {
-          const total = await list.reload();
-          count.textContent = `${S.number(total)} groups`;
-          nothing.hidden = total > 0;
-          nothing.textContent = Object.keys(filters()).length
-            ? "No group matches: widen the search or the state."
-            : "The ledger holds no group yet.";
-        } catch (error) {
-          if (error.name === "AbortError") return;
-          nothing.hidden = false;
-          nothing.textContent = error.message;
-        }
-      };
-      const choose = (name) => (value) => {
-        context.keep({ [name]: value });
-        reload();
-      };
-      const states = S.select(
-        "State",
-        [["", "all"], ...STATES.map((state) => [state, state])],
-        parameters.get("state") || "",
-        choose("state"),
-      );
-      const bar = S.h(
-        "div",
-        { class: "bar" },
-        S.search("Find by id or server", parameters.get("query") || "", choose("query")),
-        states,
-        S.select("Sort", SORTS, parameters.get("sort") || "", choose("sort")),
-        count,
-      );
-      const [shown] = await Promise.all([detail(context).catch((error) => S.empty(error.message)), reload()]);
-      root.append(bar, S.split(argument !== null, [nothing, list.root], shown, S.link("groups", null, filters())));
-      list.renew();
-      const index = list.items.findIndex((group) => group?.id === argument);
-      if (index >= 0) list.reveal(index);
       return null;
     },
   });

@@ -2,6 +2,7 @@
 // A list of any length of which only the visible rows are elements.
 
 (() => {
+  const BROWSED_ROW_PX = 54;
   const SPARE = 6; // rows above and below the visible ones
 
   /**
@@ -159,5 +160,66 @@
       this.draw();
       this.select(index);
     }
+  };
+
+  /** A list on the left, what was chosen on the right; on a narrow screen one of both. */
+  S.split = (isDetail, list, detail, back) =>
+    S.h(
+      "div",
+      { class: `split${isDetail ? " has-detail" : ""}` },
+      S.h("div", { class: "split-list" }, list),
+      S.h("div", { class: "split-detail" }, isDetail && S.h("a", { class: "back", href: back }, "← list"), detail),
+    );
+
+  /**
+   * Fills a view with a list that the server searches, sorts and pages, beside what is chosen in it.
+   *
+   * Options: `view`, also the name of its path and of the list in the answer; `filters`, parameters of the address that
+   * the server gets too; `search`, the label of the field `query`; `controls(value, choose)`, further fields;
+   * `render(item)`; `detail()`, a promise of what is shown of the chosen one; `none`, the text where there is nothing;
+   * `onPage(answer)`. Returns a function that adds a remark to the number of items.
+   */
+  S.browse = async (root, context, { view, filters, search, controls, render, detail, none, onPage }) => {
+    const { parameters, argument, run } = context;
+    const value = (name) => parameters.get(name) || "";
+    const chosen = () => Object.fromEntries(filters.filter(value).map((name) => [name, value(name)]));
+    const count = S.h("span", { class: "muted count", role: "status" });
+    const remark = S.h("div", {});
+    const list = new S.List({
+      label: view,
+      rowHeight: BROWSED_ROW_PX,
+      className: "browsed",
+      render,
+      open: (item) => context.go(view, item.id, chosen()),
+      load: async (offset, limit) => {
+        const answer = await context.get(S.path(run, view), { ...chosen(), offset, limit });
+        onPage?.(answer);
+        return { total: answer.total, items: answer[view] };
+      },
+    });
+    const reload = async () => {
+      try {
+        const total = await list.reload();
+        count.textContent = `${S.number(total)} ${view}`;
+        const isFiltered = filters.some((name) => name !== "sort" && value(name));
+        remark.replaceChildren(...(total ? [] : [S.empty(isFiltered ? "Nothing matches: widen the search." : none)]));
+      } catch (error) {
+        if (error.name !== "AbortError") remark.replaceChildren(S.empty(error.message));
+      }
+    };
+    const choose = (name) => (text) => {
+      context.keep({ [name]: text });
+      reload();
+    };
+    const fields = [S.search(search, value("query"), choose("query")), ...controls(value, choose), count];
+    const [shown] = await Promise.all([detail().catch((error) => S.empty(error.message)), reload()]);
+    root.append(
+      S.h("div", { class: "bar" }, fields),
+      S.split(argument !== null, [remark, list.root], shown, S.link(view, null, chosen())),
+    );
+    list.renew();
+    const index = list.items.findIndex((item) => item?.id === argument);
+    if (index >= 0) list.reveal(index);
+    return (text) => (count.textContent = `${S.number(list.count)} ${view}${text}`);
   };
 })();

@@ -94,7 +94,7 @@
       const list = new S.List({
         label: "Tasks",
         rowHeight: 54,
-        className: "samples",
+        className: "browsed",
         render: row,
         open: (task) => context.go("prompts", String(task.task), { kind: task.kind }),
       });

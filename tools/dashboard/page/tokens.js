@@ -257,13 +257,8 @@
 
   S.colourMode = "version";
 
-  /** The turns of a sample or a group's answer. `stretches` as the server sends them. */
-  S.transcript = (stretches) =>
-    stretches?.length
-      ? new Transcript(stretches, S.colourMode).root
-      : S.empty(
-          "Its tokens are not kept: `buffer.keep_trained` keeps those of trained groups, `samples/` those of chosen answers.",
-        );
+  /** The turns of a sample or of a group's answer. */
+  S.transcript = (stretches) => new Transcript(stretches, S.colourMode).root;
 
   /** Facts of a sample as pairs of name and text. */
   S.sampleFacts = (sample) =>
