@@ -27,15 +27,16 @@ def test_a_run_that_has_ended_is_shown_once(cli: CommandLine, tmp_path: Path) ->
 
 def test_without_a_terminal_lines_follow_the_run_to_its_end(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a").paths
-    with hold_run_lock(paths, by=LEARNER), Popen(command("top", paths.root), stdout=PIPE, text=True) as process:
+    lock = hold_run_lock(paths, by=LEARNER)
+    lock.__enter__()
+    with Popen(command("top", paths.root), stdout=PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline()]
+        assert "step 4/400" in process.stdout.readline()
         append(paths.metrics, *(step(number) for number in range(5, 40)))
-        while "step 39/400" not in lines[-1]:
-            assert lines[-1]
-            lines.append(process.stdout.readline())
-    with process:
-        pass
+        assert "step 39/400" in process.stdout.readline()
+        lock.__exit__(None, None, None)
+        assert process.stdout.readlines()[-1] == "the run is stopped\n"
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(("key", "code"), [("q", 0), ("\x03", 128 + signal.SIGINT)])

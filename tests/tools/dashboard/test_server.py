@@ -56,7 +56,7 @@ def test_a_run_has_configuration_versions_and_warnings(server: Server) -> None:
     assert run["config"]["learner"]["steps"] == 70
     assert (run["changed"]["learner.steps"], run["changed"]["run.name"]) == (70, "b")
     assert "learner.seed" not in run["changed"]
-    assert run["run"] == [{"time_s": 1000.5, "packages": {"torch": "2.13.0"}}]
+    assert run["run"] == [{"started_at": 1000.5, "packages": {"torch": "2.13.0"}}]
     assert [warning["process"] for warning in run["warnings"]] == ["learner"]
 
 
