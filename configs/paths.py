@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -131,6 +132,9 @@ def unwritable_error(paths: RunPaths, error: OSError) -> ConfigError:
 
 UP: Final = "`slipstream up`"
 LEARNER: Final = "learner"
+LOOK_S: Final = 0.01
+LOOKS: Final = 5
+"""Attempts to get a lock, and the time between them."""
 
 
 @contextmanager
@@ -146,7 +150,12 @@ def hold_run_lock(paths: RunPaths, *, by: str) -> Iterator[None]:
     except OSError as error:
         raise unwritable_error(paths, error) from None
     with lock:
-        if not _try_lock(lock.fileno(), fcntl.LOCK_EX):
+        # Those who only look, as the dashboard, hold it for an instant.
+        for _ in range(LOOKS):
+            if _try_lock(lock.fileno(), fcntl.LOCK_EX):
+                break
+            time.sleep(LOOK_S)
+        else:
             raise _in_use(paths, by)
         with suppress(OSError):  # on a full disk there is no room for the text; the lock needs none
             lock.truncate(0)

@@ -73,7 +73,8 @@ class Tally:
         if tokens:
             self.unused[reason] += tokens
 
-    def lose(self, reason: str) -> None:
-        """Counts all tokens as not used; those that were discarded before keep their reason."""
-        self.add(self.sampled - self._ended - sum(part.sampled for part in self._parts))
-        self.discard(reason, self.sampled - self.unused.total())
+    def lose(self, reason: str, *, but: int = 0) -> None:
+        """Counts all tokens but so many as not used; those that were discarded before keep their reason."""
+        in_flight = self.sampled - self._ended - sum(part.sampled for part in self._parts)
+        self.add(max(in_flight, but))
+        self.discard(reason, self.sampled - self.unused.total() - but)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.tools.cli import table_console
 from slipstream.tools.dashboard.runs import TAIL_BYTES, Run
 from slipstream.tools.follow import JsonLinesFollower, number
 from slipstream.tools.launch.progress import (
@@ -34,6 +35,7 @@ from slipstream.tools.ledger.open import RUN_HELP, find_folder
 from slipstream.tools.transcript import printable
 
 EVERY_S: Final = 0.5
+MIN_COLUMNS: Final = 110
 MOST_SERVERS: Final = 12
 MOST_NOTES: Final = 6
 """Latest warnings and events."""
@@ -60,7 +62,7 @@ def command(argv: Sequence[str]) -> int:
     watch, console = Watch(run), Console()
     progress = watch.progress()
     if progress.stage in ENDED:
-        console.print(_view(run, progress))
+        table_console(min_width=MIN_COLUMNS).print(_view(run, progress))
     elif can_draw(console):
         with _keys() as pressed, LiveScreen(console, lambda shown: _view(run, shown)) as screen:
             while progress.stage not in ENDED and "q" not in pressed(EVERY_S):

@@ -236,10 +236,7 @@ class RestartingEngine:
                 raise
             except EngineError as error:
                 self._crashed(engine, str(error))
-                if error.unfinished is None:
-                    tally.lose(ENGINE_CRASH)
-                else:
-                    tally.add(_tokens(error.unfinished))
+                tally.lose(ENGINE_CRASH, but=_tokens(error.unfinished or ()))
                 raise
             except TimeoutError:
                 assert unusable.expired(), "engines answer at the deadline, without this error"

@@ -10,7 +10,7 @@ from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import run_prefix
-from slipstream.buffer.store.types import SPILL_BYTES, DeliveredGroup, Facts, IssuedTask, TicketRequest
+from slipstream.buffer.store.types import SPILL_BYTES, DeliveredGroup, Facts, IssuedTask, Origin, TicketRequest
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
@@ -21,6 +21,7 @@ AT_ONCE_S = 0.0
 """A deadline that has passed by the next command."""
 
 TRAIN_TASKS = 5
+ENV = "digits"
 
 UNBOUNDED = LimiterConfig()
 
@@ -88,15 +89,17 @@ def group(
     order: Order | None = None,
     length: int = 3,
     dropped: Mapping[str, Mapping[int, int]] | None = None,
+    server: str = "r0",
 ) -> DeliveredGroup:
-    """One answer of `length` tokens, in the order of the tickets."""
+    """One answer of `length` tokens, in the order of the tickets; for the account `dropped` has none."""
     return DeliveredGroup(
         id,
         blob=f"bytes of {id}".encode(),
         oldest_version=oldest_version,
         newest_version=max(oldest_version, newest_version),
         order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
-        facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
+        facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}, kept_tokens=length),
+        origin=Origin(server, ENV, length),
     )
 
 
@@ -107,17 +110,28 @@ def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     return stored
 
 
-async def deliver(store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
-    return await store.deliver([group(id, oldest_version=oldest_version, length=length) for id in ids])
+async def deliver(
+    store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3, server: str = "r0"
+) -> list[str]:
+    return await store.deliver([group(id, oldest_version=oldest_version, length=length, server=server) for id in ids])
 
 
-async def heartbeat(store: Ledger, server: str, held: Sequence[str], *, grace_s: float = LATER_S) -> int:
-    """Number of lost tickets."""
-    return (await store.heartbeat({server: held}, grace_s=grace_s)).get(server, 0)
+async def heartbeat(
+    store: Ledger,
+    server: str,
+    held: Sequence[str],
+    *,
+    grace_s: float = LATER_S,
+    sampled: Mapping[str, int] | None = None,
+) -> int:
+    """Number of lost tickets. `sampled`: tokens so far by ticket."""
+    reports = {server: {ENV: dict(sampled or {})}}
+    return (await store.heartbeat({server: held}, sampled=reports, grace_s=grace_s)).get(server, 0)
 
 
-async def fail(store: Ledger, id: str, *, reason: str = "broken", tokens: int = 0) -> str:
-    return await store.filter(id, reason=reason, facts=Facts(tokens=tokens))
+async def fail(store: Ledger, id: str, *, reason: str = "broken", tokens: int = 0, server: str = "r0") -> str:
+    facts = Facts(tokens=tokens, lost={reason: tokens})
+    return await store.filter(id, reason=reason, facts=facts, origin=Origin(server, ENV, tokens))
 
 
 async def lease(

@@ -143,8 +143,19 @@ class Peer:
 
     async def deliver(self, *groups: m.Group) -> dict[str, str]:
         """Sends groups; the outcomes that the service acknowledges."""
-        await self.send(m.Deliver(ids=[group.id for group in groups]), *(encode(group) for group in groups))
+        head = m.Deliver(ids=[group.id for group in groups], sampled=sampled(groups))
+        await self.send(head, *(encode(group) for group in groups))
         return (await self.receive(m.Acknowledge)).outcomes
+
+
+def sampled(groups: Sequence[m.Group]) -> m.Sampled:
+    """The tokens of these groups, as their server reports them."""
+    reports: m.Sampled = {}
+    for group in groups:
+        actions = sum(trajectory.action_mask.count(1) for trajectory in group.trajectories)
+        tokens = actions + sum(map(sum, group.lost.values())) + sum(group.unused.values())
+        reports.setdefault("" if group.kind == m.EVAL else "digits", {})[group.id] = tokens
+    return reports
 
 
 async def reissued(service: BufferService, count: int) -> bool:

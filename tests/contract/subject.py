@@ -11,6 +11,7 @@ import psutil
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, Engine, Generation, Request
 from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.tally import Tally
 from tests.contract.engines import Kind
 from tests.contract.policies import CONTEXT, distance, policy_of, write_policy
 from tests.contract.trainer import Trainer
@@ -78,13 +79,14 @@ class Subject:
         greedy: bool = False,
         deadline_s: float = 100.0,
         most: int | None = None,
+        tally: Tally | None = None,
         **drawn: object,
     ) -> list[Completion]:
         """Answers of 40 tokens at temperature 1, past any EOS, unless `drawn` says otherwise."""
         plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": ()}
         self.engine.generation = Generation(**(plain | drawn))
         answers: list[Completion] = await self.engine.generate(
-            Request(prompt, samples=samples, greedy=greedy, deadline_s=deadline_s, max_tokens=most)
+            Request(prompt, deadline_s, samples, greedy=greedy, max_tokens=most, tally=tally or Tally())
         )
         return answers
 

@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.rollout_servers.engines.base import Completion, DirectSource, EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.tally import Tally
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 from tests.contract.engines import VLLM_WARNINGS
 from tests.contract.policies import CONTEXT, distributions, policy_of, scores
@@ -83,6 +84,13 @@ async def test_answer_ends_with_its_first_stop_token(subject: Subject, most: int
     (stopped,) = await subject.answers(greedy=True, max_tokens=most, ignore_eos=False, stop_token_ids=(end,))
     assert stopped.finish_reason == "stop"
     assert list(stopped.token_ids) == list(full.token_ids[: list(full.token_ids).index(end) + 1])
+
+
+async def test_tally_follows_answers_in_flight(subject: Subject) -> None:
+    tally = Tally()
+    asking = await subject.begin(samples=3, max_tokens=LONGEST, tally=tally)
+    begun = tally.sampled
+    assert 0 < begun < sum(len(answer.token_ids) for answer in await asking)
 
 
 @pytest.mark.parametrize("room", [1, 3])

@@ -10,6 +10,7 @@ import torch
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env
 from slipstream.env.registry import build_env
 from slipstream.models.digits import TOKENS
@@ -25,6 +26,7 @@ from slipstream.rollout_servers.engines.base import (
     TensorSource,
 )
 from slipstream.rollout_servers.engines.staging import HOST
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
 
@@ -119,6 +121,15 @@ class LastingEngine(ScriptedEngine):
     async def fail(self, reason: str) -> None:
         self.given_up.append(reason)
         self.failed.set()
+
+
+def lasting(engine: Engine, rollout: RolloutConfig) -> RestartingEngine:
+    """The engine as a server has it, which counts its tokens; it never starts again."""
+
+    async def start() -> Engine:
+        return await asyncio.Future()
+
+    return RestartingEngine(engine, start, rollout)
 
 
 def build_player(config: RunConfig, model: Path, engine: Engine, *, env: Env | None = None) -> Player:

@@ -19,6 +19,7 @@ from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.prompt_filter import without_long_prompts
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import play_group
+from slipstream.rollout_servers.tally import Tally
 from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 from tests.vision import IMAGE_TOKEN, write_vision_model
@@ -113,7 +114,7 @@ async def test_group_has_each_image_once(vision_model: Path) -> None:
     same = Task(TASK.prompt, TASK.reference, images=[IMAGES[0]] * 2)
     player = build_player(config_of(vision_model), vision_model, engine, env=Pictures(same))
     ticket = m.Ticket(id="1", kind=m.TRAIN, epoch=0, indices=[0], samples=3, version=0)
-    group, _ = await play_group(player, ticket, on_generated=lambda: None)
+    group = await play_group(player, ticket, Tally(), on_generated=lambda: None)
     group = decode_group(encode_group(group))
     assert list(group.images.values()) == [IMAGES[0]]
     assert [each.images for each in group.trajectories] == [[next(iter(group.images))] * 2] * 3

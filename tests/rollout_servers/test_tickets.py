@@ -24,7 +24,7 @@ from slipstream.rollout_servers.tickets import (
 
 def test_a_ticket_is_accepted_once_and_held_until_settled() -> None:
     book = TicketBook()
-    assert [book.accept(name, "first") for name in "aba"] == [True, True, False]
+    assert [book.accept(name, "first") is not None for name in "aba"] == [True, True, False]
     assert book.held == ["a", "b"]
     book.settle("a")
     assert book.held == ["b"]
@@ -39,7 +39,7 @@ def test_a_settled_id_under_a_new_grant_is_another_ticket() -> None:
     book.settle("a")
     assert book.accept("a", "second")
     book.settle("a")
-    assert [book.accept("a", grant) for grant in ("first", "second", "third")] == [False, False, True]
+    assert [book.accept("a", grant) is not None for grant in ("first", "second", "third")] == [False, False, True]
 
 
 def test_the_latest_settled_and_all_held_tickets_are_remembered() -> None:
@@ -48,7 +48,8 @@ def test_the_latest_settled_and_all_held_tickets_are_remembered() -> None:
     for name in "abc":
         book.accept(name, "first")
         book.settle(name)
-    assert [book.accept(name, "first") for name in ("c", "b", "a", "held")] == [False, False, True, False]
+    accepted = [book.accept(name, "first") is not None for name in ("c", "b", "a", "held")]
+    assert accepted == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,8 @@ class Wire:
         """Queues groups; a large one fills the initial window."""
         trajectories = [LARGE] if large else []
         for name in names:
-            self.outbox.deliver(m.Group(id=name, kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories))
+            group = m.Group(id=name, kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories)
+            self.outbox.deliver(group, {"digits": {name: 7}})
 
     def fail(self, name: str) -> None:
         self.outbox.fail(m.GroupFailed(id=name, kind=m.TRAIN, reason="reward_error", detail="", tokens=3))

@@ -234,4 +234,4 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
             chosen |= dict.fromkeys(name for name in names if fnmatch.fnmatchcase(name, escaped))
         elif pattern in names:
             chosen[pattern] = None
-    return [name for name in chosen if name != TIME]
+    return [name for name in chosen if name not in (TIME, STEP)]

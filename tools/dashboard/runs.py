@@ -25,6 +25,8 @@ MOST_WARNINGS: Final = 200
 MOST_EVENTS: Final = 10_000
 MOST_TABLES_BYTES: Final = 256 << 20
 """Of the metrics that are kept in memory; those of the runs that were looked at last stay."""
+AT: Final = "at"
+"""Seconds since 1970 in records of servers and events; their `time_s` begins anew with each start."""
 FRESH_S: Final = 120.0
 """A run of another host, whose lock can't be seen from here, counts as running for this long after its last record."""
 
@@ -60,10 +62,12 @@ class Run:
     @property
     def updated_at(self) -> float | None:
         """Seconds since 1970 of the last record."""
-        try:
-            return self.folder.metrics.stat().st_mtime
-        except OSError:
-            return None
+        return _changed_at(self.folder.metrics)
+
+    @property
+    def servers_at(self) -> float | None:
+        """Seconds since 1970 of the last state of the servers."""
+        return _changed_at(self.folder.servers)
 
     def overview(self) -> Record:
         """The run's line in the list of runs."""
@@ -77,7 +81,7 @@ class Run:
             "state": self.state,
             "step": step.get("step"),
             "steps": step.get("steps"),
-            "started_at": starts[0].get("time_s", starts[0].get("started_at")) if starts else None,
+            "started_at": starts[0].get("started_at") if starts else None,
             "updated_at": self.updated_at,
             "reward": step.get("reward"),
             "score": evaluation.get("score"),
@@ -110,7 +114,7 @@ class Run:
 
     def starts(self) -> list[Record]:
         """Versions, machine and command of each start."""
-        found = _json_file(self.folder.root / "run.json")
+        found = _json_file(self.folder.starts)
         return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
 
     def warnings(self) -> list[Record]:
@@ -132,7 +136,7 @@ class Run:
 
     def events(self, after: int = 0) -> list[Record]:
         """The records of events.jsonl from the index `after` on."""
-        follower = LineFollower(self.folder.root / "events.jsonl")
+        follower = LineFollower(self.folder.events)
         events: list[Record] = []
         while lines := follower.lines():
             events += [record for line in lines if (record := parse_line(line)) is not None]
@@ -140,16 +144,16 @@ class Run:
 
     def servers(self) -> Any:
         """The latest state of all rollout servers; None where the run has recorded none."""
-        return _json_file(self.folder.root / "servers.json")
+        return _json_file(self.folder.servers)
 
     def servers_history(self, points: int) -> Record:
-        """Sums over the servers as columns over time."""
-        follower, table = LineFollower(self.folder.root / "servers.jsonl"), Table("time_s")
+        """Sums over the servers as columns over time: `time_s` in seconds since 1970."""
+        follower, table = LineFollower(self.folder.servers_history), Table(AT)
         while lines := follower.lines():
             for line in lines:
                 if (record := parse_line(line)) is not None:
-                    table.add(record)
-        times, columns = table.sorted(name for name in table.names if name != "time_s")
+                    table.add({AT: record.get("time_s"), **record})
+        times, columns = table.sorted(name for name in table.names if name not in (AT, "time_s"))
         times, columns = thinned(times, columns, points)
         return {"time_s": numbers(times), "columns": {name: numbers(column) for name, column in columns.items()}}
 
@@ -269,6 +273,13 @@ def _free_id(name: str, taken: set[str]) -> str:
         number += 1
         free = f"{name}~{number}"
     return free
+
+
+def _changed_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _json_file(path: Path) -> Any:

@@ -106,11 +106,11 @@ class _Files:
         """Starts at the end of the last complete lines, unless told where."""
         self._run = run
         self._metrics = LineFollower(run.folder.metrics, 0 if start is None else start.metrics)
-        self._events = LineFollower(run.folder.root / "events.jsonl", 0 if start is None else start.events)
+        self._events = LineFollower(run.folder.events, 0 if start is None else start.events)
         if start is None:
             self._metrics.skip()
             self._events.skip()
-        self._servers: Any = None
+        self._servers_at: float | None = None
         self._state = ""
 
     @property
@@ -137,13 +137,13 @@ class _Files:
     def state(self) -> bytes:
         """Events of state and servers, where they changed."""
         parts = []
-        state, servers = self._run.state, self._run.servers()
+        state, servers_at = self._run.state, self._run.servers_at
         if state != self._state:
             self._state = state
             parts.append(_event("state", {"state": state}))
-        if servers != self._servers:
-            self._servers = servers
-            parts.append(_event("servers", servers))
+        if servers_at != self._servers_at:
+            self._servers_at = servers_at
+            parts.append(_event("servers", self._run.servers()))
         return b"".join(parts)
 
 

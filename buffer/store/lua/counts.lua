@@ -56,7 +56,7 @@ local function count(name, by) add('counters', name, by) end
 --   unsettled:<server>: its tickets whose end it has not reported, as <row>:<tokens reported>, and :<reason> behind it
 --     where these count as lost already; empty before the first report; '@': the server's incarnation
 --   account_open: groups whose reports differ, as <row>:<tokens sampled, less those accounted for>
-local MOST_ROWS, MOST_OPEN, UNSETTLED_KEPT_S = 16384, 1000, 86400
+local MOST_ROWS, MOST_OPEN, UNSETTLED_KEPT_S = 4096, 1000, 86400
 local rows = {}
 
 local function row_of(server, env)

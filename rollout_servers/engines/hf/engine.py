@@ -57,6 +57,11 @@ class Answer:
         elif len(self._logprobs) == self.request.max_tokens:
             self.finish_reason = "length"
 
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens so far."""
+        return len(self._logprobs)
+
     def completion(self) -> Completion:
         """The answer so far; `abort` if it is unfinished."""
         starts = [start for _, start in self._versions] + [len(self._logprobs)]
@@ -89,6 +94,11 @@ class InFlight:
     def finished(self) -> bool:
         """True if all answers are finished."""
         return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all answers so far."""
+        return sum(answer.tokens for answer in self.answers)
 
     def completions(self) -> list[Completion]:
         """The answers so far."""
@@ -301,6 +311,7 @@ class HfEngine(BaseEngine):
         room = self._limits.context - len(request.prompt_ids)
         most = min(room, request.max_tokens or self.generation.max_tokens)
         in_flight = InFlight(request, self.generation, max_tokens=most)
+        request.tally.follow(lambda: in_flight.tokens)
         return await self._thread.request(
             in_flight, lambda: self._stepped.add(in_flight), deadline_s=request.deadline_s
         )

@@ -139,6 +139,8 @@ class SglangEngine(BaseEngine):
             news = {number: complete(draft) for number, draft in drafts.values()}
             return [stitch(each, news[number]) if number in news else each for number, each in enumerate(answers)]
 
+        begun_tokens = sum(len(answer.token_ids) for answer in answers)
+        request.tally.follow(lambda: begun_tokens + sum(draft.tokens for _, draft in drafts.values()))
         in_flight = InFlight(version, lambda: joined(lambda draft: draft.unfinished(version)))
         if request.deadline_s <= 0 or not drafts:
             return in_flight.so_far()

@@ -250,6 +250,11 @@ class Draft:
         self._logprobs: list[float] = []
         self._end: _Meta | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens so far."""
+        return len(self._token_ids)
+
     def take(self, event: str | bytes) -> None:
         """Adds the tokens of an event. Raises: RequestRefused, FailedAnswer, EngineError."""
         meta = _meta(event)

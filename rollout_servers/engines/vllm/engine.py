@@ -23,6 +23,7 @@ from slipstream.rollout_servers.engines.base import (
     check_vocabulary,
 )
 from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID
+from slipstream.rollout_servers.tally import Tally
 
 SCORE_PRIORITY = -1
 """vLLM's priority of a text to score: a whole fleet's update waits for it. Answers have 0."""
@@ -39,7 +40,9 @@ class VllmEngine(BaseEngine):
 
     async def generate(self, request: Request) -> list[Completion]:
         params = sampling_params(self.generation, request)
-        output = await self._ask(request.compact_ids, params, images=request.images, deadline_s=request.deadline_s)
+        output = await self._ask(
+            request.compact_ids, params, images=request.images, tally=request.tally, deadline_s=request.deadline_s
+        )
         if request.images and output.prompt_token_ids != list(request.prompt_ids):
             raise RequestRefused(
                 f"vLLM has {len(output.prompt_token_ids or ())} tokens where the rollout server has "
@@ -49,7 +52,8 @@ class VllmEngine(BaseEngine):
         return completions(output, self.experts)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORE_PRIORITY))
+        output = await self._ask(token_ids, scoring_params(), tally=Tally(), deadline_s=None, priority=SCORE_PRIORITY)
+        return prompt_logprobs(output)
 
     @abstractmethod
     async def _ask(
@@ -58,10 +62,11 @@ class VllmEngine(BaseEngine):
         params: SamplingParams,
         *,
         images: Sequence[PromptImage] = (),
+        tally: Tally,
         deadline_s: float | None,
         priority: int = 0,
     ) -> RequestOutput:
-        """vLLM's output for a request. Raises: RequestRefused, EngineError."""
+        """vLLM's output for a request; `tally` follows its tokens. Raises: RequestRefused, EngineError."""
 
 
 def token_prompt(prompt_ids: Sequence[int], images: Sequence[PromptImage], *, vocabulary: int) -> Any:
@@ -126,6 +131,16 @@ def unfinished(output: RequestOutput | None, *, version: int) -> list[Completion
         if answer.weight_versions is None:
             answer.weight_versions = [WeightVersionSpan(str(version), 0, len(answer.token_ids))]
     return completions(output)
+
+
+def tokens_so_far(processor: Any, request: str) -> int:
+    """Tokens of a request that vLLM's output processor has; may be called in any thread."""
+    states = [processor.request_states.get(each) for each in tuple(processor.external_req_ids.get(request, ()))]
+    running = [state for state in states if state is not None]
+    whole = running[0].parent_req if running else None
+    finished = [] if whole is None else [answer for answer in whole.output_aggregator if answer is not None]
+    tokens = sum(len(answer.token_ids) for answer in finished)
+    return tokens + sum(state.detokenizer.num_output_tokens() for state in running)
 
 
 def prompt_logprobs(output: RequestOutput) -> list[float]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -32,8 +33,15 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 from slipstream.rollout_servers.engines.vllm.arguments import PARALLEL_OPTIONS, engine_arguments, has_gpu
-from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.engine import (
+    VllmEngine,
+    adapter_request,
+    token_prompt,
+    tokens_so_far,
+    unfinished,
+)
 from slipstream.rollout_servers.engines.vllm.experts import reader_of
+from slipstream.rollout_servers.tally import Tally
 
 
 class SteppedEngine:
@@ -254,11 +262,13 @@ class InlineEngine(VllmEngine):
         params: SamplingParams,
         *,
         images: Sequence[PromptImage] = (),
+        tally: Tally,
         deadline_s: float | None,
         priority: int = 0,
     ) -> RequestOutput:
         prompt = token_prompt(prompt_ids, images, vocabulary=self._stepped.vocabulary)
         request = str(next(self._request_numbers))
+        tally.follow(partial(tokens_so_far, self._stepped.llm.output_processor, request))
         return await self._thread.request(
             request, lambda: self._stepped.add(request, prompt, params, priority), deadline_s=deadline_s
         )

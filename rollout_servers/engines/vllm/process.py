@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -40,8 +41,15 @@ from slipstream.rollout_servers.engines.vllm.arguments import (
     uses_nccl,
 )
 from slipstream.rollout_servers.engines.vllm.core import Core, load
-from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.engine import (
+    VllmEngine,
+    adapter_request,
+    token_prompt,
+    tokens_so_far,
+    unfinished,
+)
 from slipstream.rollout_servers.engines.vllm.experts import reader_of
+from slipstream.rollout_servers.tally import Tally
 
 DEADLINES = 2
 """Deadlines of a group that a call may take: the worker itself may wait for one for the last bucket."""
@@ -208,6 +216,7 @@ class ProcessEngine(VllmEngine):
         params: SamplingParams,
         *,
         images: Sequence[PromptImage] = (),
+        tally: Tally,
         deadline_s: float | None,
         priority: int = 0,
     ) -> RequestOutput:
@@ -215,6 +224,7 @@ class ProcessEngine(VllmEngine):
         try:
             self._core.check_alive()
             request = str(next(self._request_numbers))
+            tally.follow(partial(tokens_so_far, self._llm.output_processor, request))
             answers = await self._llm.add_request(
                 request, prompt, params, priority=priority, lora_request=self._adapter
             )

@@ -30,6 +30,7 @@ _STATUS = m.ServerStatus(
     update_s=1.5,
     gpus=["GPU-1"],
 )
+_SAMPLED = {"digits": {"17": 300}, "": {"e3-0": 20}}
 _TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)
 _TRAJECTORY = m.Trajectory(
     token_ids=bytes.fromhex("0100000002000000ff000000"), action_mask=bytes.fromhex("000101"),
@@ -64,19 +65,23 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             vocab_size=32, incarnation="i1", model_fingerprint="m1", settings={"rollout.sampling.temperature": "1.0"},
         ),
     ),
-    "server_goodbye": (m.ToService, m.ServerGoodbye(incarnation="another process")),
-    "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"])),
-    "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
+    "server_goodbye": (m.ToService, m.ServerGoodbye(incarnation="another process", sampled=_SAMPLED)),
+    "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"], sampled=_SAMPLED)),
+    "deliver": (m.ToService, m.Deliver(ids=["17", "18"], sampled=_SAMPLED)),
     "group": (
         m.Group,
         m.Group(
             id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=2,
             lost={"reward_timeout": [31]}, greedy_reward=0.25, images={"8a": b"png"},
+            unused={"unfinished": 12},
         ),
     ),
     "group_failed": (
         m.ToService,
-        m.GroupFailed(id="17", kind=m.TRAIN, reason="reward_raised", detail="ValueError", tokens=31, lengths=[11, 20]),
+        m.GroupFailed(
+            id="17", kind=m.TRAIN, reason="reward_raised", detail="ValueError", tokens=31, lengths=[11, 20],
+            sampled={"digits": {"17": 31}}, unused={"reward_raised": 31},
+        ),
     ),
     "learner_hello": (
         m.ToService,

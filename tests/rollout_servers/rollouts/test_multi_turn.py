@@ -27,9 +27,10 @@ from slipstream.rollout_servers.rollouts import multi_turn
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.tally import UNFINISHED, Tally
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rollout_servers.rollouts.dialogue import HANG, Dialogue, Script
-from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion, ids
+from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion, ids, lasting
 
 DEADLINE_S = 30.0
 END = TOKENS.index(EOS)
@@ -66,7 +67,7 @@ async def make_player(model: Path) -> AsyncIterator[Callable[..., Player]]:
             }
         )
         engine = Turns(list(answers) or [FIRST, SECOND])
-        made.append(build_player(config, model, engine, env=env))
+        made.append(build_player(config, model, lasting(engine, config.rollout), env=env))
         return made[-1]
 
     yield make
@@ -98,7 +99,7 @@ async def test_actions_and_observations_form_one_token_sequence(make_player: Cal
         "exact_match": 1.0, f"{__name__}:counts_turns": 2.0, "env": 0.75, "env/hints": 3.0,
     }  # fmt: skip
     assert trajectory.reward == 1.75
-    engine = player._rollout._policy.engine  # type: ignore[attr-defined]
+    engine = player._rollout._policy.engine._restarts.engine  # type: ignore[attr-defined]
     assert engine.contexts == [tokens[:3], tokens[:8]], "generated tokens are never encoded again"
     assert engine.room == [10, 5]
     assert [(action.text, list(action.token_ids)) for action in env.actions] == [
@@ -165,10 +166,12 @@ async def test_an_episode_ends_at_the_token_limit(
 )  # fmt: skip
 async def test_failing_session_fails_its_group(make_player: Callable[..., Player], env: Dialogue, reason: str) -> None:
     hangs = HANG in (env.prompt, *env.turns)
+    tally = Tally()
     with pytest.raises(EpisodeFailed) as failed:
-        await make_player(env, group_deadline_s=0.3 if hangs else DEADLINE_S).play("train", 0, samples=2)
+        player = make_player(env, group_deadline_s=0.3 if hangs else DEADLINE_S)
+        await player.generate("train", 0, samples=2, tally=tally)
     assert failed.value.reason == reason
-    assert failed.value.tokens == 3 * len(env.actions)
+    assert (tally.sampled, tally.unused[reason]) == (3 * len(env.actions),) * 2
     assert ("rollout.group_deadline_s=0.3" in failed.value.detail) == hangs
     assert env.opened == 2
 
@@ -195,9 +198,10 @@ async def test_failing_session_fails_one_episode_of_enough(make_player: Callable
 async def test_an_unfinished_action_is_a_generation_timeout(make_player: Callable[..., Player]) -> None:
     env = Dialogue()
     cut = completion(ids("4"), finish_reason="abort")
+    tally = Tally()
     with pytest.raises(EpisodeFailed) as failed:
-        await make_player(env, FIRST, cut).play("train", 0, samples=1)
-    assert (failed.value.reason, failed.value.tokens) == ("generation_timeout", 4)
+        await make_player(env, FIRST, cut).generate("train", 0, samples=1, tally=tally)
+    assert (failed.value.reason, tally.unused) == ("generation_timeout", {UNFINISHED: 4})
 
 
 async def test_a_cancelled_episode_closes_its_session(make_player: Callable[..., Player]) -> None:

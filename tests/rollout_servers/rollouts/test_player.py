@@ -19,12 +19,12 @@ from slipstream.models.digits import EOS, TOKENS
 from slipstream.rewards.base import Episode, Score
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, Request, RequestRefused
-from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.rollouts import base
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.tally import Tally
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from tests.rollout_servers.scripted import ScriptedEngine, completion, ids
+from tests.rollout_servers.scripted import ScriptedEngine, completion, ids, lasting
 
 CUT = completion(ids("2"), finish_reason="abort")
 DONE = completion(ids("21"))
@@ -107,7 +107,7 @@ class MakePlayer:
         return Player(
             env or Prompts(prompts),
             self.tokenizer,
-            ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
+            lasting(ScriptedEngine([engine, *more]), made.rollout) if isinstance(engine, Completion) else engine,
             Scorer(made.rewards, made.scoring, evaluated=made.evaluated, backoff_s=None),
             made.rollout,
             env_name="rows",
@@ -120,9 +120,11 @@ def player(model: Path) -> MakePlayer:
     return MakePlayer(model)
 
 
-async def failure(playing: Player, index: int = 0, split: Split = "train", samples: int = 2) -> EpisodeFailed:
+async def failure(
+    playing: Player, index: int = 0, split: Split = "train", samples: int = 2, tally: Tally | None = None
+) -> EpisodeFailed:
     with pytest.raises(EpisodeFailed) as failed:
-        await playing.play(split, index, samples=samples)
+        await playing.score(await playing.generate(split, index, samples=samples, tally=tally))
     assert failed.value.detail.startswith(f"task (rows, {split}, {index}): ")
     return failed.value
 
@@ -275,7 +277,7 @@ async def test_slow_task_fails_its_group_and_blocks_its_thread(player: MakePlaye
 @pytest.mark.parametrize("split", ["train", "eval"])
 async def test_answers_to_a_void_ticket_are_not_scored(player: MakePlayer, split: Split) -> None:
     failed = await failure(player(DONE, ticket_deadline_s=1e-9), split=split, samples=1)
-    assert (failed.reason, failed.tokens) == ("scoring_timeout", 2)
+    assert (failed.reason, failed.lengths) == ("scoring_timeout", [2])
 
 
 RAISES: Any = ({"name": f"{__name__}:raises_for_214"},)
@@ -285,7 +287,7 @@ RAISES: Any = ({"name": f"{__name__}:raises_for_214"},)
 async def test_too_few_scored_episodes_fail_their_group(player: MakePlayer, split: Split, min_episodes: int) -> None:
     playing = player(DONE, completion(ids("214")), DONE, rewards=RAISES, min_episodes=min_episodes)
     failed = await failure(playing, split=split, samples=3)
-    assert (failed.reason, failed.tokens, failed.lengths) == ("reward_error", 7, [2, 3, 2])
+    assert (failed.reason, failed.lengths) == ("reward_error", [2, 3, 2])
     assert "ZeroDivisionError" in failed.detail
 
 
@@ -318,19 +320,16 @@ async def test_too_few_finished_answers_fail_and_count_their_tokens(
     player: MakePlayer, finished: int, rollout: dict[str, Any], split: Split
 ) -> None:
     answers = [DONE] * finished + [CUT] * (4 - finished)
-    failed = await failure(player(*answers, group_deadline_s=3, **rollout), split=split, samples=4)
-    assert (failed.reason, failed.tokens) == ("generation_timeout", 2 * finished + 4 - finished)
+    tally = Tally()
+    failed = await failure(player(*answers, group_deadline_s=3, **rollout), split=split, samples=4, tally=tally)
+    assert (failed.reason, tally.sampled) == ("generation_timeout", 2 * finished + 4 - finished)
     assert f"{finished} of 4" in failed.detail
 
 
 async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer) -> None:
     dying = ScriptedEngine(failure=EngineError("vLLM died", [DONE, CUT, DONE, CUT]))
-
-    async def start() -> Engine:
-        return await asyncio.Future()
-
     limits: dict[str, Any] = {"min_episodes": 2, "group_deadline_s": 0.1}
-    engine = RestartingEngine(dying, start, player.config(**limits).rollout)
+    engine = lasting(dying, player.config(**limits).rollout)
     assert len(await player(engine, **limits).play("train", 0, samples=4)) == 2
     dying.failure = None
     await engine.close()

@@ -85,7 +85,7 @@ def make_run(folder: Path, name: str, *overrides: str) -> RunConfig:
     server = {"server": "r0", "version": 1, "lag": 1, "idle_fraction": 0.5, "tokens_per_s": 1234.0}
     (paths.root / "servers.json").write_text(json.dumps({"time_s": 1.0, "step": 4, "version": 2, "servers": [server]}))
     append(paths.root / "servers.jsonl", *({"time_s": 10.0 * n, "tokens_per_s": n} for n in range(3)))
-    (paths.root / "run.json").write_text(json.dumps([{"time_s": 1000.5, "packages": {"torch": "2.13.0"}}]))
+    (paths.root / "run.json").write_text(json.dumps([{"started_at": 1000.5, "packages": {"torch": "2.13.0"}}]))
     store = SampleStore(paths.samples, env="digits")
     for number in (1, 3):
         answers = [trajectory([7, 7, number], 0.0), trajectory([3, number, 5], 1.0)]

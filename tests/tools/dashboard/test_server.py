@@ -56,7 +56,7 @@ def test_a_run_has_configuration_versions_and_warnings(server: Server) -> None:
     assert run["config"]["learner"]["steps"] == 70
     assert (run["changed"]["learner.steps"], run["changed"]["run.name"]) == (70, "b")
     assert "learner.seed" not in run["changed"]
-    assert run["run"] == [{"time_s": 1000.5, "packages": {"torch": "2.13.0"}}]
+    assert run["run"] == [{"started_at": 1000.5, "packages": {"torch": "2.13.0"}}]
     assert [warning["process"] for warning in run["warnings"]] == ["learner"]
 
 
@@ -95,7 +95,7 @@ def test_events_servers_and_catalogue(server: Server) -> None:
     [
         ({"sort": "-reward", "limit": 2}, ["step-000000001-0", "step-000000003-0"]),
         ({"sort": "-step", "limit": 1, "offset": 1}, ["step-000000003-1"]),
-        ({"query": "R55"}, ["step-000000001-1"]),
+        ({"query": "R551"}, ["step-000000003-1"]),
         ({"from": 2, "chosen": "worst", "task": 5}, ["step-000000003-1"]),
         ({"task": 6}, []),
         ({"kind": "eval"}, ["eval-000000001-0"]),
