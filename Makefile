@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -106,6 +106,14 @@ bench: bench-buffer bench-weights
 # Throughput, latency and memory of the buffer. A search for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/python -m benchmarks buffer $(ARGS)
+
+# Loading and scrolling of the dashboard's page; needs a Chromium
+bench-dashboard: setup
+	@$(BIN)/python -m benchmarks dashboard $(ARGS)
+
+# Pictures of the dashboard in docs/images: make screenshots RUNS="runs/demo runs/other"; needs a Chromium
+screenshots: setup
+	@$(BIN)/python -m benchmarks.screenshots $(RUNS)
 
 # The demo in turns with TRL, for which an environment of 1.5 GB is made in .trl the first time: 6 minutes on idle cores
 bench-demo: setup

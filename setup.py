@@ -16,6 +16,6 @@ setup(
         for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder)))
     ],
     package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
-    package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
+    package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"], "slipstream.tools.dashboard": ["page/**"]},
     include_package_data=False,  # otherwise the wheel gets what MANIFEST.in adds to the sdist
 )

@@ -17,6 +17,7 @@ from slipstream.tools.cli import new_file
 
 PARTS = {
     "buffer": "throughput, latency and memory of the buffer",
+    "dashboard": "loading and scrolling of the dashboard's page, with 10,000 steps and 1,000 servers",
     "demo": "time and CPU time of the demo, in turns with TRL",
     "experts": "mismatch of engine and learner on a mixture of experts, with router replay and without",
     "fit": "a learner's step: speed, and peak memory beside that of `slipstream fit`",
@@ -27,6 +28,7 @@ PARTS = {
     "length": "a learner's step by length of answers and number of ranks, a core for each",
     "pipeline": "speed of the whole system by bound of staleness, beside the limit",
     "staleness": "learning from data that is k steps old, with each objective",
+    "streams": "the dashboard's server: its first answer over a long run, and CPU time by number of clients",
     "weights": "speed and stall of weight updates",
 }
 RESULTS = Path(__file__).parent / "results"

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 
-from slipstream.tools.report import rolling_mean
+from slipstream.tools.summary import rolling_mean
 
 WINDOW = 10
 """Versions whose rewards are averaged: the mean of one version's 256 answers is noisy."""

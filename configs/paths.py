@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -124,6 +125,11 @@ class RunPaths:
         """Data of the embedded Redis-protocol server."""
         return self.root / "redis"
 
+    @property
+    def learner_lock(self) -> Path:
+        """Lock of this host's learner: a network file system may hold that of a host that is cut off for good."""
+        return self.root / f".learner-{socket.gethostname()}.lock"
+
 
 def checkpoint_name(step: int) -> str:
     """Name of the folder of a step's checkpoint."""
@@ -146,6 +152,9 @@ def unwritable_error(paths: RunPaths, error: OSError) -> ConfigError:
 
 UP: Final = "`slipstream up`"
 LEARNER: Final = "learner"
+LOOK_S: Final = 0.01
+LOOKS: Final = 5
+"""Attempts to get a lock, and the time between them."""
 
 
 @contextmanager
@@ -161,7 +170,12 @@ def hold_run_lock(paths: RunPaths, *, by: str) -> Iterator[None]:
     except OSError as error:
         raise unwritable_error(paths, error) from None
     with lock:
-        if not _try_lock(lock.fileno(), fcntl.LOCK_EX):
+        # Those who only look, as the dashboard, hold it for an instant.
+        for _ in range(LOOKS):
+            if _try_lock(lock.fileno(), fcntl.LOCK_EX):
+                break
+            time.sleep(LOOK_S)
+        else:
             raise _in_use(paths, by)
         with suppress(OSError):  # on a full disk there is no room for the text; the lock needs none
             lock.truncate(0)
@@ -193,8 +207,7 @@ def _lock_path(paths: RunPaths, by: str) -> Path:
     if by == UP:  # beside the folder, because --fresh renames that
         root = paths.root if paths.root.name else paths.root.absolute()  # `.` has no name
         return root.with_name(f".{root.name}.lock")
-    # One per host: a network file system may hold the lock of a learner on a host that is cut off for good.
-    return paths.root / f".learner-{socket.gethostname()}.lock"
+    return paths.learner_lock
 
 
 def _try_lock(file: int, kind: int) -> bool:

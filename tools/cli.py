@@ -26,6 +26,9 @@ COMMANDS = {
     "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
     "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
+    "dashboard": ("slipstream.tools.dashboard.command:command", "serve a page over runs, live and finished"),
+    "top": ("slipstream.tools.top:command", "show a run that another process runs as a live table"),
+    "report": ("slipstream.tools.dashboard.report:command", "write runs as one self-contained HTML file"),
     "replay": (
         "slipstream.tools.rewind.replay:command",
         "do recorded training steps again, or with other settings",
@@ -34,7 +37,7 @@ COMMANDS = {
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
-    "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
+    "summary": ("slipstream.tools.summary:command", "show the metrics of a finished run and redraw its curves"),
     "trace": ("slipstream.tools.ledger.trace:command", "write the life of groups and steps as a timeline for Perfetto"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
@@ -62,9 +65,9 @@ ELSEWHERE: Mapping[str, str] = {
         ("resume", "continue"), "`slipstream up CONFIG` continues an unfinished run; `--fresh` starts over"
     ),
     **dict.fromkeys(
-        ("status", "watch", "dashboard", "monitor", "logs"),
-        "`slipstream up` shows the progress; `slipstream ledger show RUN` and `slipstream samples RUN` read a running "
-        "run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics to a dashboard",
+        ("status", "watch", "monitor", "logs"),
+        "`slipstream dashboard` serves a page over a run; `slipstream ledger show RUN` and `slipstream samples RUN` "
+        "read a running run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics elsewhere",
     ),
     **dict.fromkeys(
         ("serve", "chat", "generate", "infer"),

@@ -16,6 +16,8 @@ from slipstream.models.folder import Decode, model_folder, text_decoder
 
 SHOWN_CHARACTERS: Final = 4000
 """Characters that are shown of one stretch of text."""
+LONGEST_CHARACTER: Final = 8
+"""Most tokens of one character; what is still no character then is shown as it is."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,25 @@ def stretches(trajectory: Trajectory, decode: Decode) -> list[Stretch]:
         versions = [span.version for span in trajectory.spans if span.start < end and span.end > start]
         parts.append(Stretch(role, start, end, sorted(set(versions)), decode(ids[start:end].tolist())))
     return parts
+
+
+def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text of each token, so that all together are the text of the whole.
+
+    A character of several tokens belongs to the last of them. Each is decoded with those before it: alone, some
+    tokenizers leave out a token's leading space.
+    """
+    texts = []
+    start = read = 0
+    for end in range(1, len(ids) + 1):
+        before, whole = decode(ids[start:read]), decode(ids[start:end])
+        is_whole = len(whole) > len(before) and not whole.endswith("\N{REPLACEMENT CHARACTER}")
+        if is_whole or end == len(ids) or end - read > LONGEST_CHARACTER:
+            texts.append(whole[len(before) :])
+            start, read = read, end
+        else:
+            texts.append("")
+    return texts
 
 
 def text_of(trajectory: Trajectory, decode: Decode) -> str:

@@ -128,6 +128,16 @@ class LedgerReader:
             found.append(record)
         return found
 
+    async def fields(self, group_ids: Sequence[str]) -> list[dict[str, str]]:
+        """The groups' fields alone, as in `GroupRecord.fields`; empty for an unknown one."""
+        found = []
+        for start in range(0, len(group_ids), 1000):
+            pipeline = self._redis.pipeline(transaction=False)
+            for group_id in group_ids[start : start + 1000]:
+                pipeline.hgetall(f"{self._prefix}:about:{group_id}")
+            found += [_decoded(about) for about in await pipeline.execute()]
+        return found
+
     async def unreadable(self) -> dict[str, str]:
         """The groups whose bytes can't be read from their spill files, with the reason. Reads all of them."""
         errors = {}
@@ -169,8 +179,12 @@ def _record(
         return None
     return GroupRecord(
         id=group_id,
-        fields={name.decode(): value.decode() for name, value in about.items()},
+        fields=_decoded(about),
         steps=[int(step) for step in steps],
         history=[parse_event(line.decode()) for line in history],
         blob=blob,
     )
+
+
+def _decoded(about: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in about.items()}

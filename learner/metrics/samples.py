@@ -245,10 +245,12 @@ def choose(trajectories: Sequence[Trajectory], *, seed: int) -> dict[str, int]:
 
 def read_samples(folder: Path, kind: Kind) -> list[Sample]:
     """All kept samples of a kind, oldest first; files that another release wrote are left out."""
-    samples: list[Sample] = []
-    for file in sorted(folder.glob(f"{kind}-*.msgpack")):
-        try:
-            samples += _decoder.decode(file.read_bytes())
-        except (OSError, msgspec.DecodeError):  # removed meanwhile, or of another release
-            continue
-    return samples
+    return [sample for file in sorted(folder.glob(f"{kind}-*.msgpack")) for sample in read_file(file)]
+
+
+def read_file(path: Path) -> list[Sample]:
+    """The samples of a file; none where it is missing or of another release."""
+    try:
+        return _decoder.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return []

@@ -36,7 +36,7 @@ def test_help_names_each_command_which_has_its_own_help(prog: str, capsys: pytes
     [
         (["ledger", "burn"], "'burn'"),
         (["sumary"], "'summary'"),
-        *(([word], cli.ELSEWHERE[word]) for word in ("sft", "dpo", "dashboard", "serve", "status", "resume", "export")),
+        *(([word], cli.ELSEWHERE[word]) for word in ("sft", "dpo", "monitor", "serve", "status", "resume", "export")),
         (["bench"], cli.ELSEWHERE["bench"]),
     ],
 )

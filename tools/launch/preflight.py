@@ -15,7 +15,7 @@ from slipstream.configs.schema.model import ModelConfig
 from slipstream.configs.schema.run import port_defaults
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.tools.keys import make_keys
-from slipstream.tools.report import read_summary
+from slipstream.tools.summary import read_summary
 
 
 def finished_problems(folder: RunPaths, model: ModelConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
-from slipstream.configs.runtime.errors import CERTAIN, SlipstreamError
+from slipstream.configs.runtime.errors import CERTAIN, ConfigError, SlipstreamError
 from slipstream.learner.metrics.starts import COMMAND_VARIABLE
 from slipstream.rollout_servers.cli import PROCESS_VARIABLE
 from slipstream.tools.launch.disk import is_full
@@ -29,6 +29,7 @@ MODULES: dict[Role, str] = {
     "rollout": "slipstream.rollout_servers.cli",
     "learner": "slipstream.learner.cli",
 }
+DASHBOARD = "dashboard"
 QUOTED_LINES = 25
 SOUND_S = 60.0
 """Redis and the buffer start in a second: those that lived for so long did their work."""
@@ -112,6 +113,21 @@ class RunProcesses:
                 self._start(share)
         self._start_learner(["--undo-steps"] if undo_steps else [])
 
+    def start_dashboard(self) -> str:
+        """Starts the dashboard over the run's folder; returns its address. Its end never ends the run."""
+        from slipstream.tools.dashboard.command import PORT, listening
+
+        try:
+            listener = listening(PORT)
+        except ConfigError:  # another dashboard serves there
+            listener = listening(0)
+        port = listener.getsockname()[1]
+        listener.close()
+        command = python("slipstream.tools.cli", "dashboard", self._config.paths.root, "--port", port)
+        # As the buffer, it may need the password of Redis, and nothing else.
+        self._supervisor.start(DASHBOARD, command, withheld=withheld_from("buffer", self._config))
+        return f"http://127.0.0.1:{port}"
+
     def record(self, name: str, record: Mapping[str, Any]) -> None:
         """Takes note of a process's log record."""
         if record.get("level") in ("error", "critical"):
@@ -129,6 +145,10 @@ class RunProcesses:
         messages = []
         # If several ended, the one that started first is the likelier cause.
         for child in self._supervisor.ended():
+            if child.name == DASHBOARD:
+                self._supervisor.stop_together([DASHBOARD])  # what it has started
+                messages.append(f"the dashboard ended with {child.ending} ({child.console}); the run goes on")
+                continue
             is_replaced = self._supervisor.children.get(child.name) is not child
             is_done = child.name in self._ranks and (child.exit_code == 0 or self._has_succeeded)
             if not is_replaced and not is_done:

@@ -3,7 +3,7 @@
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -35,6 +35,8 @@ PLAIN_EVERY_STEPS = 20
 PLAIN_REPEAT_S = 60.0
 """An unchanged line is repeated after this long, so that the log shows that the run continues."""
 FINISHING = "last evaluation, checkpoint and export"
+ENDED = ("finished", "failed", "stopped")
+"""Stages of a run that goes on no longer."""
 ROLLOUT = "rollout"
 """Beginning of the names of the rollout servers that `slipstream up` started; the run may have others."""
 STAGES = {"joined the buffer": "generating the first groups", "training the first step": "training the first step"}
@@ -139,6 +141,8 @@ def bottleneck(step: Mapping[str, Any]) -> str:
 
 def _activity(progress: Progress) -> str:
     """The run's present activity."""
+    if progress.stage in ENDED:
+        return progress.stage
     if progress.steps_done >= progress.plan.steps:
         return FINISHING
     since_step_s = progress.elapsed_s - progress.step_at_s
@@ -195,7 +199,8 @@ def line(progress: Progress, shown: Progress | None = None) -> str:
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     # Text, because a log message or an address may hold square brackets, which rich would take for styles.
     messages = [(name, Text(message)) for name, message in progress.messages.items()]
-    return [("stage", Text(f"{progress.stage} …", style="yellow")), *messages]
+    stage = progress.stage if progress.stage in ENDED else f"{progress.stage} …"
+    return [("stage", Text(stage, style="yellow")), *messages]
 
 
 def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
@@ -345,13 +350,14 @@ class Screen(Protocol):
 class LiveScreen:
     """A table that is redrawn in place."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, view: Callable[[Progress], RenderableType] = table) -> None:
         # No refresh thread: the supervisor must stay single-threaded while it starts children.
         self._live = Live(console=console, auto_refresh=False)
+        self._view = view
 
     def show(self, progress: Progress) -> None:
         """Draws the table."""
-        self._live.update(table(progress), refresh=True)
+        self._live.update(self._view(progress), refresh=True)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -401,9 +407,13 @@ class PlainScreen:
 def make_screen(*, plain: bool) -> Screen:
     """A live table if stdout is a terminal that can draw one and `plain` is False, else lines."""
     console = Console()
+    return LiveScreen(console) if can_draw(console) and not plain else PlainScreen()
+
+
+def can_draw(console: Console) -> bool:
+    """True if it is a terminal that can draw a live table."""
     # With FORCE_COLOR, as CI sets it, rich takes a file for a terminal; on a dumb one it shows nothing until the end.
-    can_draw = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
-    return LiveScreen(console) if can_draw and not plain else PlainScreen()
+    return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
 
 
 def unbreakable_stdout() -> io.TextIOWrapper:

@@ -33,7 +33,7 @@ from slipstream.tools.launch.progress import (
 )
 from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import Supervisor
-from slipstream.tools.report import extend_summary, read_summary, report
+from slipstream.tools.summary import extend_summary, read_summary, report
 
 REDIS_DEADLINE_S = 120.0
 """A server loads a large append-only file before it answers."""
@@ -61,6 +61,9 @@ def command(argv: Sequence[str]) -> int:
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
     parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    parser.add_argument(
+        "--dashboard", action="store_true", help="serve a page over the run until its end, and print the address"
+    )
     add_undo_steps(parser)
     arguments, config = read_run_arguments(parser, argv)
     if config.learner.trainer.name != "rl":
@@ -102,6 +105,8 @@ def command(argv: Sequence[str]) -> int:
             print(f"addresses for Prometheus in {folder.prometheus}/*.json", flush=True)
         with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
             processes = RunProcesses(config, placement, supervisor, started_at=started_at, standbys=standbys)
+            if arguments.dashboard:
+                print(f"dashboard at {processes.start_dashboard()}", flush=True)
             screen = make_screen(plain=arguments.plain)
             launch = Launch(config, processes, supervisor, signals, screen, started_at)
             code = launch.run(undo_steps=arguments.undo_steps)

@@ -239,13 +239,13 @@ def _facts(record: GroupRecord, *, seed: int, train_tasks: int | None) -> Table:
     table = Table(show_header=False, border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(record, seed=seed, train_tasks=train_tasks).items():
+    for name, value in facts(record, seed=seed, train_tasks=train_tasks).items():
         if value:
             table.add_row(name, Text(printable(value)))
     return table
 
 
-def _rows(record: GroupRecord, *, seed: int, train_tasks: int | None) -> dict[str, str]:
+def facts(record: GroupRecord, *, seed: int, train_tasks: int | None) -> dict[str, str]:
     """Facts by label; empty where unknown."""
     oldest, version, failures = record.number("oldest"), record.number("version"), record.number("failures")
     # From 64 on the ledger keeps the lower bound of a bucket (lengths.py).

@@ -21,7 +21,7 @@ from slipstream.learner.upload import RunStore, Uploader
 from slipstream.learner.weights.members import SyncMetrics
 from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import place
-from slipstream.tools.report import extend_summary
+from slipstream.tools.summary import extend_summary
 from tests.learner.experts import record_with_experts, write_experts
 from tests.learner.metrics.test_rl_reporter import build_records
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups

@@ -12,7 +12,7 @@ import pytest
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, hold_run_lock
 from slipstream.tools.follow import JsonLinesFollower, Record
-from slipstream.tools.report import below, draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
+from slipstream.tools.summary import below, draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 from tests.tools.conftest import CommandLine
 from tests.tools.run_command import demo_config
 

@@ -1,0 +1,99 @@
+"""`python -m benchmarks.screenshots RUN RUN`, from the root of a checkout: pictures of the dashboard's views."""
+
+import argparse
+import io
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from tests.tools.dashboard.chromium import EXECUTABLE, Page, chromium
+from tests.tools.dashboard.served import served
+
+COLOURS = 64
+MOST_BYTES = 150_000
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A view in a window.
+
+    Attributes:
+        view: its path; `{sample}` and `{group}` stand for the best sample of the last step, and its group.
+        ready: when it is complete.
+        runs: how many runs it shows.
+    """
+
+    name: str
+    view: str
+    ready: str
+    width: int = 1280
+    height: int = 800
+    dark: bool = False
+    runs: int = 1
+
+
+PICTURES = (
+    Picture("see-overview", "overview", ".uplot", height=920),
+    Picture("see-overview-narrow", "overview", ".uplot", width=390, height=844, dark=True),
+    Picture("see-metrics", "metrics", ".uplot", dark=True),
+    Picture("see-servers", "servers", ".servers .row", height=560),
+    Picture("see-account", "account", ".stack"),
+    Picture("see-samples", "samples/{sample}", ".token"),
+    Picture("see-prompts", "prompts/{task}?kind=eval", ".card"),
+    Picture("see-groups", "groups/{group}", ".strip", dark=True),
+    Picture("see-compare", "compare", ".uplot", runs=2, height=920),
+    Picture("see-run", "run", "tbody tr"),
+)
+"""One of each view, and one of a telephone."""
+
+
+def main() -> None:
+    """Takes all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs; the first is shown most")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="FOLDER")
+    arguments = parser.parse_args()
+    if EXECUTABLE is None:
+        sys.exit("there is no Chromium; install `chromium` (Debian)")
+    with (
+        served(*arguments.runs) as server,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        chromium(Path(profile)) as page,
+    ):
+        by_folder = {Path(run["folder"]).resolve(): run["id"] for run in server.get("runs")}
+        runs = [by_folder[folder.resolve()] for folder in arguments.runs]
+        (sample,) = server.get(f"runs/{runs[0]}/samples", sort="-step", chosen="best", limit=1)["samples"]
+        (task,) = [task for task in server.get(f"runs/{runs[0]}/prompts") if task["kind"] == "eval"][:1]
+        names = {"sample": sample["id"], "group": sample["group_id"], "task": task["task"]}
+        for picture in PICTURES:
+            view = picture.view.format(**names)
+            shown = ",".join(runs[: picture.runs])
+            content = take(page, picture, f"{server.url}/#/{view}{'&' if '?' in view else '?'}runs={shown}")
+            file = arguments.out / f"{picture.name}.png"
+            file.write_bytes(content)
+            print(f"{file}: {len(content) / 1000:.0f} kB")
+
+
+def take(page: Page, picture: Picture, url: str) -> bytes:
+    """A PNG with few colours. Raises: RuntimeError if a view complains, or the file is too large."""
+    page.show(picture.width, picture.height, dark=picture.dark)
+    page.open(url)
+    page.wait(f"document.querySelector('main {picture.ready}') !== null")
+    page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+    if page.problems:
+        raise RuntimeError(f"{picture.name}: {page.problems}")
+    whole, small = Image.open(io.BytesIO(page.screenshot())).convert("RGB"), io.BytesIO()
+    whole.quantize(COLOURS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    content = small.getvalue()
+    if len(content) > MOST_BYTES:
+        raise RuntimeError(
+            f"{picture.name} has {len(content):,} bytes, more than {MOST_BYTES:,}: take a smaller window"
+        )
+    return content
+
+
+if __name__ == "__main__":
+    main()

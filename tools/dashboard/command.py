@@ -1,0 +1,89 @@
+"""`slipstream dashboard`: serves runs, live and finished, as a page on this machine."""
+
+import argparse
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.signals import STOP_SIGNALS, service_exit_code
+from slipstream.tools.dashboard.runs import Runs
+from slipstream.tools.ledger.open import RUNS
+
+PORT: Final = 7788
+SHUTDOWN_S: Final = 2
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream dashboard` until a signal; returns 0 after SIGTERM, 130 after Ctrl-C.
+
+    Raises: ConfigError when there is no such folder, or the port is busy.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slipstream dashboard",
+        description="Serve a page over runs, live and finished, at http://127.0.0.1:PORT. It reads the runs' folders "
+        "and changes nothing.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="folders of runs, names under runs/, or folders that hold runs; default: runs/",
+    )
+    parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}; 0: a free one")
+    arguments = parser.parse_args(argv)
+    runs = Runs(places(arguments.runs))
+    with listening(PORT if arguments.port is None else arguments.port) as listener:
+        return serve(runs, listener)
+
+
+def places(names: Sequence[str]) -> list[Path]:
+    """The named folders, those of runs and those that hold runs. Raises: ConfigError for one that is not there."""
+    if not names:
+        return [RUNS]
+    found = [next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) for name in names]
+    if missing := [name for name, path in zip(names, found, strict=True) if path is None]:
+        known = ", ".join(run.id for run in Runs([RUNS]).all())
+        raise ConfigError(
+            [f"there is no folder {name!r}; runs in {RUNS.resolve()}: {known or 'none'}" for name in missing]
+        )
+    return [path for path in found if path is not None]
+
+
+def listening(port: int) -> socket.socket:
+    """A socket that listens on the loopback. Raises: ConfigError when the port can't be had."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"--port {port}: {error}; another dashboard may serve there, --port 0 takes a free one"
+        ) from None
+    return listener
+
+
+def serve(runs: Runs, listener: socket.socket) -> int:
+    """Serves until SIGINT or SIGTERM; returns the exit code."""
+    import uvicorn
+
+    from slipstream.tools.dashboard.app import Dashboard
+
+    host, port = listener.getsockname()
+    print(f"dashboard at http://{host}:{port}", flush=True)
+    config = uvicorn.Config(
+        Dashboard(runs).app(),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    received: list[int] = []
+    for number in STOP_SIGNALS:  # uvicorn raises them again once it has ended
+        signal.signal(number, lambda number, _: received.append(number))
+    uvicorn.Server(config).run(sockets=[listener])
+    return service_exit_code(received[0]) if received else 1
