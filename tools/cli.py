@@ -31,6 +31,7 @@ COMMANDS = {
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
     "summary": ("slipstream.tools.report:command", "show the metrics of a finished run and redraw its curves"),
+    "diff": ("slipstream.tools.rewind.diff:command", "show how two runs differ, and where their metrics part"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
