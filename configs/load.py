@@ -130,7 +130,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     tree = read_tree(path)
-    problems = [problem for text in overrides if (problem := _apply_override(tree, text))]
+    return _validated(tree, [problem for text in overrides if (problem := _apply_override(tree, text))])
+
+
+def _validated(tree: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConfig:
+    """Raises: ConfigError with the mistakes in the tree, besides those that are known already."""
+    problems = list(problems)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -140,6 +145,37 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _carry_over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
+    """Merges as `_merge`; a section with another name keeps the keys of the one before that it has."""
+    default = _default_name(sections)
+    if default is not None:
+        base, own = expand_name(base, sections), expand_name(own, sections)
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return own
+    if default is not None and (name := own.get("name", base.get("name", default))) != base.get("name", default):
+        kinds = [section for section in sections if name in names_of(section)]
+        base = {key: value for key, value in base.items() if any(key in kind.model_fields for kind in kinds)}
+    return base | {
+        key: _carry_over(base[key], value, sections_at(key, sections)) if key in base else value
+        for key, value in own.items()
+    }
+
+
+def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A resolved configuration with some keys changed.
+
+    A section that gets another name, such as another loss, keeps the keys of the one before that are not at their
+    defaults, as far as it has them.
+
+    Raises: ConfigError as `load_config`.
+    """
+    tree: dict[str, Any] = {}
+    problems = [problem for text in overrides if (problem := _apply_override(tree, text))]
+    if problems:
+        raise ConfigError(problems)
+    return _validated(_carry_over(config.model_dump(mode="json", exclude_defaults=True), tree, [RunConfig]))
 
 
 def dump_config(config: RunConfig) -> str:

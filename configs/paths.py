@@ -80,6 +80,16 @@ class RunPaths:
         return self.root / "spill"
 
     @property
+    def steps(self) -> Path:
+        """One JSON record per line: what a replay of a training step needs besides groups and a checkpoint."""
+        return self.root / "steps.jsonl"
+
+    @property
+    def kept_groups(self) -> Path:
+        """Groups of trained steps, a file for each step."""
+        return self.root / "groups"
+
+    @property
     def redis(self) -> Path:
         """Data of the embedded Redis-protocol server."""
         return self.root / "redis"

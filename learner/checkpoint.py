@@ -242,6 +242,18 @@ def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World, ki
     )
 
 
+def restore_checkpoint(folder: Path, step: int, trained: ModelsAndOptimizers, world: World, kind: type[S]) -> S:
+    """Restores the checkpoint of a step into models and optimizers; otherwise as `load_checkpoint`.
+
+    Raises: CheckpointError, on all ranks, when it is damaged, or of other models.
+    """
+    found = folder / checkpoint_name(step)
+    damage = next(filter(None, world.gather(_find_damage(found, world))), None)
+    if damage is not None:
+        raise CheckpointError(f"{found} is damaged: {damage}")
+    return _restore(found, trained, world, kind)
+
+
 def undoes_damaged_steps(folder: Path, step: int) -> bool:
     """True if a checkpoint of a later step than `step` is damaged."""
     return any(_step_of(path) > step for path in folder.glob(f"step-*{DAMAGED}"))

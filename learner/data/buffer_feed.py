@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
+from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups
@@ -54,6 +55,8 @@ class StepData:
     trajectories: list[Trajectory]
     staleness: Mapping[int, int]
     """Staleness of action tokens, by their policy version."""
+    lease: LeasedGroups | None = None
+    """The step's groups, of all ranks; None where they were not leased."""
 
 
 def token_sequence(
@@ -74,6 +77,26 @@ def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -
     """Indices of a step's groups that a rank trains on, per update: blocks to the updates, round-robin to the ranks."""
     per_update = groups // updates
     return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
+
+
+def balance_step(
+    lengths: Sequence[Sequence[int]], learner: LearnerConfig, world: World, cost: SequenceCost
+) -> tuple[list[list[int]], list[MicroBatchPlan]]:
+    """Indices of the groups that this rank trains on and its micro-batches, by update.
+
+    Args:
+        lengths: input tokens of the sequences of each of the step's groups.
+        cost: of sequences under the policy.
+    """
+    per_update = len(lengths) // learner.updates_per_step
+    assigned, plans = [], []
+    for start in range(0, len(lengths), per_update):
+        shares, plan = balance_groups(
+            lengths[start : start + per_update], world.data_size, budget=learner.token_budget, cost=cost
+        )
+        assigned.append([start + index for index in shares[world.data_rank]])
+        plans.append(plan)
+    return assigned, plans
 
 
 def build_step(
@@ -197,7 +220,7 @@ class Feed:
         if world.data_size > 1:
             assigned, plans = self._balance(number, step, groups)
             groups |= self._read(lease, [index for index in chain.from_iterable(assigned) if index not in groups])
-        return build_step(
+        data = build_step(
             [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
             token_budget=learner.token_budget,
             rewards=self._config.rewards,
@@ -207,6 +230,7 @@ class Feed:
             images=self.images,
             plans=plans,
         )
+        return replace(data, lease=lease)
 
     def _read(self, lease: LeasedGroups, indices: Iterable[int]) -> dict[int, Group]:
         """The leased groups of these indices."""
@@ -233,18 +257,7 @@ class Feed:
         for rank in range(world.data_size):
             shared = self._await_key(f"lengths/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
             lengths |= dict(json.loads(shared))
-        per_update = len(lengths) // learner.updates_per_step
-        assigned, plans = [], []
-        for start in range(0, len(lengths), per_update):
-            shares, plan = balance_groups(
-                [lengths[start + index] for index in range(per_update)],
-                world.data_size,
-                budget=learner.token_budget,
-                cost=self._cost,
-            )
-            assigned.append([start + index for index in shares[world.data_rank]])
-            plans.append(plan)
-        return assigned, plans
+        return balance_step([lengths[index] for index in range(len(lengths))], learner, world, self._cost)
 
     def _lease(self, number: int, step: int, consuming_version: int) -> LeasedGroups:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError

@@ -26,6 +26,7 @@ from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
+from slipstream.learner.models.reproducibility import weights_checksum
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
@@ -218,6 +219,10 @@ class TrainStep:
         """Models and optimizers by name, for checkpoints."""
         policy = {"policy": (self.model, self.optimizer)}
         return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+
+    def checksum(self) -> str:
+        """Checksum of all weights that are trained; a collective."""
+        return weights_checksum([(name, model) for name, (model, _) in self.trained.items()], self.world)
 
     @property
     def _pretrain_steps(self) -> int:

@@ -20,6 +20,8 @@ from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.models.optim import DivergedError
+from slipstream.learner.models.reproducibility import Surroundings
+from slipstream.learner.step_records import StartRecord, StepRecord, append_record
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import Trainer
 from slipstream.learner.trainers.rl.evaluation import await_reports, engine_mismatch
@@ -149,6 +151,18 @@ class RLTrainer(Trainer[StepData]):
         if resumed:
             self._restore_controllers()
         latest = self._latest_version()
+        checksum = self.train_step.checksum()
+        if self.root is not None:
+            append_record(
+                self.config.paths.steps,
+                StartRecord(
+                    time_s=time.time(),
+                    step=self.state.step,
+                    checksum=checksum,
+                    config=self.config.model_dump(mode="json"),
+                    surroundings=Surroundings.here(self.world),
+                ),
+            )
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
         elif self.root is not None:  # an earlier start of the run may have had one
@@ -183,7 +197,27 @@ class RLTrainer(Trainer[StepData]):
             self.root.samples.keep("step", done, batch.trajectories)
         if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        return self.train_step.run(batch, unpublished_steps=self.state.step - self.published_step)
+        train_step, unpublished_steps = self.train_step, self.state.step - self.published_step
+        kl_coefficient = None if train_step.kl is None else train_step.kl.value
+        metrics = train_step.run(batch, unpublished_steps=unpublished_steps)
+        checksum = train_step.checksum()
+        if self.root is not None and batch.lease is not None:
+            append_record(
+                self.config.paths.steps,
+                StepRecord(
+                    step=done,
+                    groups=batch.lease.ids,
+                    importance_weights=batch.lease.importance_weights,
+                    oldest_version=batch.lease.oldest_version,
+                    staleness=batch.lease.staleness,
+                    consuming_version=batch.consuming_version,
+                    unpublished_steps=unpublished_steps,
+                    lr_scale=train_step.lr_scale,
+                    kl_coefficient=kl_coefficient,
+                    checksum=checksum,
+                ),
+            )
+        return metrics
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""

@@ -1,0 +1,91 @@
+"""Reproducibility of training: a checksum of the weights, and the surroundings that the last bits depend on."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from slipstream.learner.parallel.mesh import World
+
+_PACKAGES = ("torch", "transformers", "numpy")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of an element, in bytes."""
+_CHUNK = 1 << 22
+"""Elements that are widened at once, to 32 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Surroundings of a training: where they differ, the same step may round otherwise."""
+
+    ranks: int
+    device: str
+    """`cpu`, or the name of the GPU."""
+    threads: int
+    """Threads of torch, on each rank."""
+    cpu: str
+    """The processor, and the vector instructions that torch takes."""
+    versions: dict[str, str]
+    """Packages that do the arithmetic."""
+
+    @classmethod
+    def here(cls, world: World) -> "Surroundings":
+        """Those of this rank."""
+        return cls(
+            ranks=world.size,
+            device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+            threads=torch.get_num_threads(),
+            cpu=f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+            versions={package: version(package) for package in _PACKAGES},
+        )
+
+
+def _processor() -> str:
+    """Name of this machine's processor, empty where the kernel does not give it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "")
+
+
+@torch.no_grad()
+def weights_checksum(models: Iterable[tuple[str, nn.Module]], world: World) -> str:
+    """Checksum of all parameters that are trained, 16 hexadecimal digits, the same on all ranks; a collective.
+
+    The sum, modulo 2^64, of the squares of the parameters' bits as integers, each parameter's times a number that its
+    name determines. A square, because errors of rounding in both directions would cancel in a sum. The work is one pass
+    over the weights, on their device; nothing but the sum is copied from there.
+
+    Args:
+        models: with their names.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
+    for model_name, model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (shard := _own_shard(parameter.detach(), world)) is not None:
+                factor = 2 * zlib.crc32(f"{model_name}.{name}".encode()) + 1
+                total += (_sum_of_squares(shard) * factor).to(world.device)
+    return f"{int(world.sum_of_all(total)) & (1 << 64) - 1:016x}"
+
+
+def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
+    """This rank's part of a parameter; None where another rank counts the same values."""
+    if not isinstance(parameter, DTensor):
+        return parameter if world.is_root else None
+    places = zip(parameter.placements, parameter.device_mesh.get_coordinate() or (), strict=True)
+    if any(isinstance(placement, Replicate) and coordinate for placement, coordinate in places):
+        return None
+    return parameter.to_local()
+
+
+def _sum_of_squares(shard: Tensor) -> Tensor:
+    bits = shard.contiguous().view(-1).view(_BITS[shard.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for chunk in bits.split(_CHUNK):
+        wide = chunk.to(torch.int64)
+        total += (wide * wide).sum()
+    return total
