@@ -198,3 +198,74 @@ def _is_number(value: object) -> bool:
 
 def _equal(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
+
+
+# --- one series -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a broken metric looks like: it is below or above a bound, or, without either, not finite."""
+
+    below: float | None = None
+    above: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """True for a broken value. One that is not finite is broken in any case."""
+        if not math.isfinite(value):
+            return True
+        return (self.below is not None and value < self.below) or (self.above is not None and value > self.above)
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{word} {bound:g}" for word, bound in (("below", self.below), ("above", self.above)) if bound is not None
+        ]
+        return " or ".join(bounds) or "not finite"
+
+
+def crossing(series: Series, condition: Condition, *, confirm: int) -> int | None:
+    """The first of `confirm` steps in a row at which the condition holds; None if there is none.
+
+    At the end of the series fewer suffice: a run may have ended by it.
+    """
+    steps, since = sorted(series), None
+    for step in steps:
+        if not condition.holds(series[step]):
+            since = None
+            continue
+        since = step if since is None else since
+        if len([one for one in steps if since <= one <= step]) >= confirm:
+            return since
+    return since
+
+
+@dataclass(frozen=True)
+class Jump:
+    """The step at which a series is farthest from its values before."""
+
+    step: int
+    value: float
+    usual: float
+    """Median of the values before."""
+    deviations: float
+    """Distance in standard deviations of the series' noise before."""
+
+
+def jump(series: Series, first: int, last: int, *, before: int = 20) -> Jump | None:
+    """The largest jump in the steps from `first` to `last`, against up to `before` steps before each; None if there
+    are too few.
+    """
+    found: Jump | None = None
+    for step in sorted(step for step in series if first <= step <= last):
+        earlier = [series[one] for one in range(step - before, step) if one in series and math.isfinite(series[one])]
+        if len(earlier) < SHORTEST:
+            continue
+        usual, noise_before = (
+            statistics.median(earlier),
+            max(noise(earlier), ROUNDING * abs(statistics.median(earlier))),
+        )
+        distance = abs(series[step] - usual) if math.isfinite(series[step]) else math.inf
+        deviations = distance / noise_before if noise_before else (math.inf if distance else 0.0)
+        if found is None or deviations > found.deviations:
+            found = Jump(step, series[step], usual, deviations)
+    return found
