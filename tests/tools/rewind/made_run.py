@@ -72,8 +72,8 @@ class MadeRun:
     """A run as its processes leave it: configuration, steps, metrics, and the groups in Redis."""
 
     config: RunConfig
-    poison: Mapping[tuple[int, int], Poison] = field(default_factory=dict)
-    """By step and place in the step."""
+    poison: Mapping[int, Poison] = field(default_factory=dict)
+    """By step, of the group with the largest spread of rewards."""
     poisoned: list[str] = field(default_factory=list, init=False)
     """Ids of the groups."""
 
@@ -111,11 +111,11 @@ class MadeRun:
                 issued, *_ = await ledger.issue([TicketRequest(SERVER, version, count, count)], train_tasks=size)
                 sampler.load_state_dict(dict(full_weights(replayer.train_step.model)), strict=False)
                 tasks = sorted(issued, key=lambda task: int(task.id))
-                groups = {}
-                for place, group in enumerate(self._groups(tasks, sampler, env, version)):
-                    poison = self.poison.get((step, place))
-                    self.poisoned += [group.id] if poison else []
-                    groups[group.id] = poison(group) if poison else group
+                groups = {group.id: group for group in self._groups(tasks, sampler, env, version)}
+                if step in self.poison:
+                    poisoned = max(groups.values(), key=lambda group: np.std([t.reward for t in group.trajectories]))
+                    groups[poisoned.id] = self.poison[step](poisoned)
+                    self.poisoned.append(poisoned.id)
                 inspector = Inspector(config)
                 stored = [inspector.admit(group, encode(group)) for group in groups.values()]
                 await ledger.deliver([group for group in stored if isinstance(group, DeliveredGroup)])
