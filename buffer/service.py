@@ -18,6 +18,7 @@ from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, prober
 from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
+from slipstream.buffer.store.kept import Keeper
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory
@@ -124,6 +125,7 @@ class BufferService:
         self._outage = outage
         self._receiver = MessageReceiver(Inspector(config), socket)
         self._spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill), spill_bytes=ledger.spill_bytes)
+        self._keeper = Keeper(ledger.scripts, config)
         self._lease_queue = LeaseQueue(ledger, self._spiller, self._memory, self._send)
         self.fleet = Fleet(config, ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
@@ -135,7 +137,7 @@ class BufferService:
             self.fleet,
             self.malformed,
             self._ingest,
-            self._spiller,
+            lambda: self._spiller.errors + self._keeper.errors,
             self._send,
             prober(socket),
         )
@@ -226,7 +228,7 @@ class BufferService:
         while True:
             request = await self._requests.get()
             await self._through_outages(self._learner.answer(request.peer, request.message))
-            if isinstance(request.message, m.Trained):
+            if isinstance(request.message, m.Trained | m.LearnerHello):
                 self._may_spill.set()
             self._wake()
 
@@ -254,6 +256,7 @@ class BufferService:
                 async with asyncio.timeout_at(upkeep_at):
                     await self._may_spill.wait()
             self._may_spill.clear()
+            await self._through_outages(self._keeper.keep())
             await self._through_outages(self._spiller.spill())
             if _now() >= upkeep_at and await self._through_outages(self._spiller.remove_unreferenced()):
                 upkeep_at = _now() + SPILL_UPKEEP_S

@@ -100,7 +100,7 @@ def _read_file(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]
     return tree
 
 
-_AUTO, _NUMBER = "literal['auto']", "constrained-int"
+_AUTO, _NUMBER = ("literal['auto']", "literal['auto','all']"), "constrained-int"
 """pydantic's names of the branches of keys that are `auto` or a number."""
 _NOT_A_SECTION: Final = frozenset({"model_type", "model_attributes_type"})
 _YAML_MESSAGES: Final = {
@@ -236,10 +236,10 @@ def _one_of_each_union(details: Sequence[ErrorDetails]) -> Iterator[ErrorDetails
     """The errors, one where a key is `auto` or a number, of which each has its own: that of what was given."""
     for detail in details:
         *key, branch = detail["loc"] or ("",)
-        if branch not in (_AUTO, _NUMBER):
+        if branch not in (*_AUTO, _NUMBER):
             yield detail
         elif (branch == _NUMBER) == (type(detail["input"]) in (int, float)):
-            message = f"{detail['msg']} or a number" if branch == _AUTO else detail["msg"]
+            message = f"{detail['msg']} or a number" if branch in _AUTO else detail["msg"]
             yield {**detail, "loc": tuple(key), "msg": message}
 
 

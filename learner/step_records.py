@@ -100,6 +100,7 @@ def read_step_records(path: Path) -> dict[int, RecordedStep]:
 def _parse(line: bytes) -> StepRecord | StartRecord | None:
     try:
         content = json.loads(line)
-        return msgspec.convert(content, StartRecord if content.pop("kind") == START else StepRecord)
+        kind: type[StartRecord | StepRecord] = StartRecord if content.pop("kind") == START else StepRecord
+        return msgspec.convert(content, kind)
     except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
         return None

@@ -1,7 +1,7 @@
 """Messages of learners: reports on steps, and lease requests."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +39,20 @@ class LearnerHandler:
         fleet: Fleet,
         malformed: MalformedCounter,
         ingest: Ingest,
-        spiller: Spiller,
+        file_errors: Callable[[], int],
         send: Send,
         is_connected: IsConnected,
     ) -> None:
-        """`settings` must be the same on the learner."""
+        """Args:
+        settings: must be the same on the learner.
+        file_errors: number of files of groups that could not be written or read.
+        """
         self._settings = settings
         self._ledger = ledger
         self._fleet = fleet
         self._malformed = malformed
         self._ingest = ingest
-        self._spiller = spiller
+        self._file_errors = file_errors
         self._send = send
         self._is_connected = is_connected
         self._registered = ""
@@ -167,7 +170,7 @@ class LearnerHandler:
             request=request,
             version=standing.version,
             counts=msgspec.structs.replace(
-                standing.counts, dropped_frames=self._malformed.count, spill_errors=self._spiller.errors
+                standing.counts, dropped_frames=self._malformed.count, spill_errors=self._file_errors()
             ),
             servers=[server.credits.status for server in servers if server.credits],
             evals=await self._ledger.evaluations.reports(standing.evaluated),

@@ -240,6 +240,9 @@ class BufferConfig(Section):
     sampler: SamplerConfig = SamplerConfig()
     limiter: LimiterConfig = LimiterConfig()
     retention: RetentionConfig = RetentionConfig()
+    keep_trained: Literal["auto", "all"] | Annotated[int, Field(ge=0)] = "auto"
+    """Latest steps whose groups are kept in the run folder, compressed, for `slipstream replay`: a number, or `all`.
+    `auto`: `learner.checkpoint.keep` · `learner.checkpoint.every_steps`, unless `every_steps` take more than 1 GiB."""
     max_staleness: int = Field(default=4, ge=0)
     """Most versions that may lie between the oldest action token of a trajectory and the version that consumes it."""
     ticket_deadline_s: Seconds = 600.0

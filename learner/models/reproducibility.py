@@ -34,11 +34,11 @@ class Surroundings:
     """Packages that do the arithmetic."""
 
     @classmethod
-    def here(cls, world: World) -> "Surroundings":
-        """Those of this rank."""
+    def here(cls, *, ranks: int, device: torch.device) -> "Surroundings":
+        """Those of this process."""
         return cls(
-            ranks=world.size,
-            device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+            ranks=ranks,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
             cpu=f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
             versions={package: version(package) for package in _PACKAGES},

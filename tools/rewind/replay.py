@@ -1,48 +1,49 @@
 """`slipstream replay`: recorded training steps done once more, with the same settings or with others."""
 
-import shutil
+import argparse
+import json
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.table import Table
 
 from slipstream.configs.load import override_config
-from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.trainers.rl.replay import Answer, Replayer
-from slipstream.models.folder import initial_model
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.files import write_atomically
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.learner.models.reproducibility import Surroundings
+from slipstream.learner.parallel.mesh import join_world, leave_world
+from slipstream.learner.trainers.rl.replay import Answer
+from slipstream.tools.cli import at_least, new_file, table_console
+from slipstream.tools.ledger.open import RUN_HELP
+from slipstream.tools.rewind.ranks import replay_on_ranks
 from slipstream.tools.rewind.recording import Recording
+from slipstream.tools.rewind.session import ReplayedStep, Request, Session
 
-DEPENDS_ON: Final = {
-    "run": {"seed"},
-    "model": True,
-    "rewards": True,
-    "rollout": {"sampling"},
-    "learner": True,
-    "weights": {"publish_every_steps"},
+SHOWN: Final = (
+    "reward", "loss", "grad_norm", "lr", "entropy", "kl_k3", "ess", "clip_fraction", "truncated_fraction",
+    "masked_fraction", "reference_kl", "value_loss", "critic_grad_norm",
+)  # fmt: skip
+"""Metrics that are printed, where a step has them."""
+NOT_COMPARED: Final = {"skipped_updates"}
+"""Metrics that depend on the steps before."""
+RECORDED: Final = "the answers, their rewards and their staleness are those that were recorded"
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "learner.trainer": "steps of the trainer rl are done once more",
+    "learner.groups_per_step": "each step has the groups that were recorded",
+    "learner.throttle": "what the throttle had set is recorded",
+    "learner.checkpoint": "no checkpoint is saved",
+    "learner.wait_deadline_s": "nothing is waited for",
+    "model.path": "the recorded steps are of this model",
+    "model.build": "the recorded steps are of this model",
+    "model.revision": "the recorded steps are of this model",
 }
-"""Settings that a training step depends on."""
-
-
-@dataclass(frozen=True)
-class ReplayedStep:
-    """A step that was done once more, beside its record."""
-
-    step: int
-    metrics: dict[str, float]
-    checksum: str
-    """Of the weights after the step."""
-    recorded: dict[str, Any]
-    """The metrics then, as in `metrics.jsonl`."""
-    recorded_checksum: str
-
-    @property
-    def equal(self) -> bool:
-        """True if the weights after it have the recorded checksum."""
-        return self.checksum == self.recorded_checksum
+"""Keys of the sections `learner` and `model` that are refused, with the reason."""
 
 
 def replay(
@@ -54,10 +55,11 @@ def replay(
     leave_out: Set[Answer] = frozenset(),
     on_step: Callable[[ReplayedStep], None] | None = None,
 ) -> list[ReplayedStep]:
-    """Does the steps from `first` to `last` once more, in this process.
+    """Does the steps from `first` to `last` once more.
 
     The steps between the checkpoint before `first` and `first` are done with their own settings, and are not returned.
-    A recording that is used again keeps models in memory, and the state before `first` in a temporary folder.
+    Of a run with one rank this process keeps the models, and the state before `first`, until the recording is closed;
+    of others each call starts the ranks.
 
     Args:
         overrides: `key.path=value` texts, settings that differ from the recorded ones.
@@ -67,7 +69,7 @@ def replay(
     Raises: ConfigError when an override is wrong, SlipstreamError when a step can't be replayed.
     """
     done = []
-    for step in Session.of(recording).replay(first, last, overrides, leave_out):
+    for step in _steps(recording, Request(first, last, tuple(overrides), frozenset(leave_out))):
         if step.step >= first:
             done.append(step)
             if on_step is not None:
@@ -75,92 +77,158 @@ def replay(
     return done
 
 
-@dataclass
-class Session:
-    """Models for replays of one recording, on one rank."""
+def _steps(recording: Recording, request: Request) -> Iterator[ReplayedStep]:
+    """The steps from the checkpoint on. Raises: as `replay`."""
+    begin = recording.checkpoint_before(request.first, request.last)
+    _require_effect(recording, request)
+    ranks = {recording.steps[step].start.surroundings.ranks for step in range(begin + 1, request.last + 1)}
+    if len(ranks) > 1:
+        raise ConfigError(
+            f"steps {begin + 1} to {request.last} were done by different numbers of learner ranks, {sorted(ranks)}: "
+            "replay those of each number by themselves"
+        )
+    if ranks == {1}:
+        return _session(recording).replay(request)
+    return replay_on_ranks(recording, request, ranks.pop())
 
-    recording: Recording
-    world: World
-    states: Path
-    """Temporary folder of one checkpoint."""
-    _state: int = 0
-    """Its step; 0: there is none."""
-    _replayers: dict[str, Replayer] = field(default_factory=dict)
-    """By the settings that a replay depends on."""
 
-    @classmethod
-    def of(cls, recording: Recording) -> "Session":
-        """The recording's session, which lives until that is closed."""
-        if recording.session is None:
-            recording.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-            world = join_world(recording.config(min(recording.steps)).learner.parallel)
-            recording.cleanup.callback(leave_world)
-            states = recording.cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-replay-"))
-            recording.session = cls(recording, world, Path(states))
-        return recording.session
+def _session(recording: Recording) -> Session:
+    """The recording's session in this process, which lives until that is closed."""
+    if recording.session is None:
+        recording.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+        world = join_world()
+        recording.cleanup.callback(leave_world)
+        states = recording.cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-replay-"))
+        recording.session = Session(recording, world, Path(states))
+    return recording.session
 
-    def replay(self, first: int, last: int, overrides: Sequence[str], leave_out: Set[Answer]) -> Iterator[ReplayedStep]:
-        """Does steps once more, as `replay`; those before `first` come too."""
-        steps, replayer = self.recording.steps, None
-        begin, folder = self._begin(first, last)
-        self.recording.fetch(range(begin + 1, last + 1))
-        for step in range(begin + 1, last + 1):
-            record, start, changed = steps[step].record, steps[step].start, step >= first
-            torch.set_num_threads(start.surroundings.threads)
-            following = self._replayer(step, overrides if changed else ())
-            if replayer is None:
-                following.go_to(begin, folder)
-                if not (changed and overrides):
-                    self._require_weights(following, begin)
-            elif following is not replayer or (step == first and leave_out):
-                self._keep(replayer, step - 1)
-                following.go_to(step - 1, self.states)
-            replayer = following
-            groups = self.recording.groups(step)
-            metrics, checksum = replayer.run(record, groups, leave_out if changed else frozenset())
-            yield ReplayedStep(step, metrics, checksum, self.recording.metrics(step), record.checksum)
 
-    def _begin(self, first: int, last: int) -> tuple[int, Path]:
-        """The step of the checkpoint to begin with, and its folder.
+def _require_effect(recording: Recording, request: Request) -> None:
+    """Raises: ConfigError when an override is wrong, or has no effect on a replay."""
+    override_config(recording.config(request.first), request.overrides)
+    problems = []
+    for key in (override.partition("=")[0] for override in request.overrides):
+        reason = next((why for name, why in WITHOUT_EFFECT.items() if f"{key}.".startswith(f"{name}.")), None)
+        if reason is None and key.partition(".")[0] not in ("learner", "model") and key != "run.seed":
+            reason = RECORDED
+        if reason is not None:
+            problems.append(f"{key} has no effect on a replay: {reason}; leave it out")
+    if problems:
+        raise ConfigError(problems)
 
-        Raises: SlipstreamError when there is none, or steps were not recorded.
-        """
-        recording = self.recording
-        if unknown := [step for step in range(first, last + 1) if step not in recording.steps]:
-            known = f"{min(recording.steps)} to {max(recording.steps)}"
-            raise SlipstreamError(f"step {unknown[0]} of {recording.folder.root} is not recorded; there are {known}")
-        candidates = dict.fromkeys(recording.checkpoints, recording.folder.checkpoints)
-        if self._state:
-            candidates[self._state] = self.states
-        for begin in sorted((step for step in candidates if step < first), reverse=True):
-            if all(step in recording.steps for step in range(begin + 1, first)):
-                return begin, candidates[begin]
-        raise SlipstreamError(f"no checkpoint before step {first} is followed by recorded steps")
 
-    def _replayer(self, step: int, overrides: Sequence[str]) -> Replayer:
-        """The replayer with a step's settings, and some changed. Raises: ConfigError."""
-        config = self.recording.config(step)
-        if overrides:
-            config = override_config(config, overrides)
-        relevant = config.model_dump_json(include=DEPENDS_ON)
-        if relevant not in self._replayers:
-            own_kl = any(override.startswith("learner.kl") for override in overrides)
-            self._replayers[relevant] = Replayer.build(config, initial_model(config), self.world, own_kl=own_kl)
-        return self._replayers[relevant]
+# --- command ----------------------------------------------------------------------------------------------------------
 
-    def _keep(self, replayer: Replayer, step: int) -> None:
-        shutil.rmtree(self.states)
-        replayer.save(self.states, step)
-        self._state = step
 
-    def _require_weights(self, replayer: Replayer, step: int) -> None:
-        """Raises: SlipstreamError when a checkpoint or the initial model is not that of the recorded run."""
-        steps = self.recording.steps
-        start = steps[step + 1].start
-        recorded = steps[step].record.checksum if step in steps else start.checksum if start.step == step else None
-        if recorded not in (None, found := replayer.train_step.checksum()):
-            what = f"the checkpoint of step {step}" if step else "the initial model"
-            raise SlipstreamError(
-                f"{what} in {self.recording.folder.root} has other weights (checksum {found}) than were recorded "
-                f"({recorded}): it was changed, or is of another run"
-            )
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream replay`; returns 1 when the same settings gave other weights, else 0.
+
+    Raises: as `replay`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slipstream replay",
+        description="Do recorded training steps once more, from the checkpoint before them and the groups that the run "
+        "keeps: with the same settings, which gives the same weights bit for bit on a CPU, or with others. The run is "
+        "only read.",
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP.partition("; default")[0])
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="settings that differ")
+    parser.add_argument("--step", type=at_least(1), required=True, metavar="N", help="the step, as in metrics.jsonl")
+    parser.add_argument("--to", type=at_least(1), metavar="M", help="the last of several steps from N on")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all metrics of both sides to this file")
+    arguments = parser.parse_intermixed_args(argv)
+    first, last = arguments.step, arguments.to or arguments.step
+    if last < first:
+        parser.error(f"--to {last} is before --step {first}")
+    configure_logging("slipstream", level="warning", folder=None)
+    with Recording.open(arguments.run) as recording:
+        request = Request(first, last, tuple(arguments.overrides))
+        return _report(recording, request, arguments.json)
+
+
+def _report(recording: Recording, request: Request, file: Path | None) -> int:
+    """Prints the steps as they are done, and a verdict."""
+    steps: list[ReplayedStep] = []
+    before: ReplayedStep | None = None
+    for step in _steps(recording, request):
+        if step.step < request.first:
+            before = before or (None if step.equal else step)
+            continue
+        steps.append(step)
+        _print_step(step)
+    differing = before or next((step for step in steps if not step.equal), None)
+    if file is not None:
+        content = {
+            "run": str(recording.folder.root),
+            "overrides": request.overrides,
+            "equal": differing is None,
+            "first_difference": None if differing is None else differing.step,
+            "steps": [asdict(step) for step in steps],
+        }
+        write_atomically(file, [json.dumps(_finite(content)).encode()])
+    if differing is None:
+        print(f"weights equal after {'all steps' if len(steps) > 1 else 'the step'}")
+        return 0
+    print(f"weights differ from step {differing.step} on")
+    if request.overrides and before is None:
+        return 0
+    for cause in _causes(recording, differing.step):
+        print(f"  {cause}")
+    return 1
+
+
+def _print_step(step: ReplayedStep) -> None:
+    """One line for a step that is equal in all metrics, else a table of the main ones."""
+    weights = "weights equal" if step.equal else f"weights differ ({step.checksum}, recorded {step.recorded_checksum})"
+    pairs = {name: (step.recorded.get(name), value) for name, value in step.metrics.items() if name not in NOT_COMPARED}
+    differing = [name for name, (recorded, replayed) in pairs.items() if not _same(recorded, replayed)]
+    print(f"step {step.step}: {weights}, {len(pairs) - len(differing)} of {len(pairs)} metrics equal")
+    if not differing:
+        return
+    table = Table("", "recorded", "replayed", "difference")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in [*(name for name in SHOWN if name in pairs), *(name for name in differing if name not in SHOWN)]:
+        recorded, replayed = pairs[name]
+        known = math.nan if recorded is None else float(recorded)
+        table.add_row(
+            name, f"{known:.6g}", f"{replayed:.6g}", "" if _same(recorded, replayed) else f"{replayed - known:+.2g}"
+        )
+    table_console(min_width=60).print(table)
+
+
+def _same(recorded: float | None, replayed: float) -> bool:
+    """True for equal numbers; JSON lines have null for what is not finite."""
+    return recorded == replayed or (recorded is None and not math.isfinite(replayed))
+
+
+def _finite(content: Any) -> Any:
+    """The content with null in place of numbers that JSON lacks."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [*map(_finite, content)]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _causes(recording: Recording, step: int) -> list[str]:
+    """Likely causes of other weights with the same settings."""
+    then = recording.steps[step].start.surroundings
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = replace(Surroundings.here(ranks=then.ranks, device=device), threads=then.threads)
+    causes = [
+        f"{name}: {was} then, {now} here"
+        for name, was, now in zip(
+            ("device", "processor", *then.versions),
+            (then.device, then.cpu, *then.versions.values()),
+            (here.device, here.cpu, *(here.versions.get(name, "none") for name in then.versions)),
+            strict=True,
+        )
+        if was != now
+    ]
+    if here.device != "cpu":
+        causes.append("kernels of a GPU may add up in another order each time")
+    return causes or [
+        "device, processor, threads and versions are those of the run; is the code of the learner, or of a plug-in, "
+        "another one?"
+    ]

@@ -160,7 +160,7 @@ class RLTrainer(Trainer[StepData]):
                     step=self.state.step,
                     checksum=checksum,
                     config=self.config.model_dump(mode="json"),
-                    surroundings=Surroundings.here(self.world),
+                    surroundings=Surroundings.here(ranks=self.world.size, device=self.world.device),
                 ),
             )
         if self.throttle is not None:
