@@ -39,6 +39,11 @@ COMMANDS = {
     "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
     "summary": ("slipstream.tools.summary:command", "show the metrics of a finished run and redraw its curves"),
     "trace": ("slipstream.tools.ledger.trace:command", "write the life of groups and steps as a timeline for Perfetto"),
+    "diff": ("slipstream.tools.rewind.diff:command", "show how two runs differ, and where their metrics part"),
+    "bisect": (
+        "slipstream.tools.rewind.bisect:command",
+        "find the groups that broke a metric, by replays without them",
+    ),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),

@@ -1,0 +1,1 @@
+"""Commands that compare runs, redo their steps, and find what broke them."""
