@@ -59,6 +59,14 @@ class GdpoConfig(AdvantageSection):
     name: Literal["gdpo"]
 
 
+class MaxRlConfig(AdvantageSection):
+    """(r - mean) / mean of the group's rewards r, which are 0 or more; 0 where none is more (arXiv 2602.02710)."""
+
+    target: ClassVar[str] = _GROUP + "max_rl"
+    group_relative: ClassVar[bool] = True
+    name: Literal["max_rl"]
+
+
 class RlooConfig(AdvantageSection):
     """r - mean of the rewards of the group's other answers (arXiv 2402.14740)."""
 
@@ -137,6 +145,7 @@ _ADVANTAGES: Final = (
     DrGrpoConfig,
     PassKConfig,
     GdpoConfig,
+    MaxRlConfig,
     RlooConfig,
     OpoConfig,
     RemaxConfig,
