@@ -300,6 +300,34 @@ class DppoKlConfig(DivergenceClip):
     """Largest divergence of tokens that get likelier, in nats."""
 
 
+class DivergenceMask(LossSection):
+    """A token beyond a bound of divergence has no gradient, whatever its advantage; the others have no clip.
+
+    The authors' bound is around the behaviour policy, which is `learner.correction.proximal: behaviour`.
+    """
+
+    epsilon: float = Field(default=0.3, gt=0)
+    """Largest divergence."""
+    tau: float = Field(default=0.0, ge=0)
+    """Weight of the squared log ratio π_θ/π_prox of all tokens, which is added."""
+
+
+class IpoConfig(DivergenceMask):
+    """-ratio · A where |π_θ - π_prox| ≤ epsilon (prime-rl)."""
+
+    target: ClassVar[str] = _SELECTIVE + "ipo"
+    name: Literal["ipo"]
+
+
+class KpopConfig(DivergenceMask):
+    """-ratio · A where the binary KL is at most epsilon in both directions (ringtech.notion.site/kpop)."""
+
+    target: ClassVar[str] = _SELECTIVE + "kpop"
+    name: Literal["kpop"]
+    epsilon: float = Field(default=0.1, gt=0)
+    """Largest divergence, in nats."""
+
+
 class DroConfig(LossSection):
     """Policy gradient with a quadratic penalty on each token's log ratio (arXiv 2405.19107)."""
 
@@ -378,6 +406,8 @@ _LOSSES: Final = (
     SapoConfig,
     DppoTvConfig,
     DppoKlConfig,
+    IpoConfig,
+    KpopConfig,
     DroConfig,
     ClipCovConfig,
     KlCovConfig,

@@ -23,6 +23,7 @@ SECTION: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 # Settings by which some of the random actions are clipped and some are not.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"dual_clip": 1.5}, "decoupled_ppo": {"dual_clip": 1.5}, "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "ipo": {"epsilon": 0.1, "tau": 0.1}, "kpop": {"epsilon": 0.05, "tau": 0.1},
     "kl_cov": {"ratio": 0.3}, "clip_cov": {"ratio": 0.2, "cov_low": 0.0},
 }  # fmt: skip
 FROZEN_WEIGHT = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "topr"}
