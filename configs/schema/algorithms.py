@@ -3,7 +3,7 @@
 A new one takes two edits: its section here, listed in the tuple of its kind, and the function that `target` names.
 """
 
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -181,6 +181,8 @@ class LossSection(NamedSection):
     shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
     regularised: ClassVar[bool] = False
     """True for policy gradients but for a term in log π_θ - log π_prox."""
+    weighted: ClassVar[bool] = False
+    """True for losses that correct for staleness themselves, so that an importance weight would do so twice."""
 
     aggregation: Aggregation = "token-mean"
     """Reduction of the tokens' losses to one number, over the whole update on all ranks: mean or sum over tokens; mean
@@ -380,9 +382,35 @@ class ToprConfig(LossSection):
     """Good answers count fully, bad ones by their truncated sequence ratio (arXiv 2503.14286)."""
 
     target: ClassVar[str] = _CLIPPED + "topr"
+    weighted: ClassVar[bool] = True
     name: Literal["topr"]
     cap: float = Field(default=1.0, gt=0)
     """Cap of the bad answers' ratio π_θ/μ."""
+
+
+PositivePair = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
+
+
+class VespoConfig(LossSection):
+    """-W^k · e^(λ(1 - W)) · A · log π with a constant ratio W = π_θ/μ of the whole answer (arXiv 2602.10693)."""
+
+    target: ClassVar[str] = _CLIPPED + "vespo"
+    weighted: ClassVar[bool] = True
+    name: Literal["vespo"]
+    positive: PositivePair = (2.0, 3.0)
+    """k and λ of good answers (advantage ≥ 0)."""
+    negative: PositivePair = (3.0, 2.0)
+    """k and λ of bad answers."""
+
+
+class AsympoConfig(LossSection):
+    """-A · log π over the answer's mean -log π: needs no log-probs of the behaviour policy (arXiv 2606.03070)."""
+
+    target: ClassVar[str] = _CLIPPED + "asympo"
+    weighted: ClassVar[bool] = True
+    name: Literal["asympo"]
+    aggregation: Aggregation = "seq-mean-token-mean"
+    """As for every loss; the paper's is the default."""
 
 
 class KimiConfig(LossSection):
@@ -413,6 +441,8 @@ _LOSSES: Final = (
     KlCovConfig,
     ReinforceConfig,
     ToprConfig,
+    VespoConfig,
+    AsympoConfig,
     KimiConfig,
 )
 LOSSES: Final = registry_of("loss", *_LOSSES)

@@ -367,9 +367,9 @@ class LearnerConfig(Section):
                 "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
                 "learner.correction.weight other than none; without them it is ppo"
             )
-        if loss.name == "topr" and correction.weight != "none":
+        if loss.weighted and correction.weight != "none":
             problems.append(
-                "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
+                f"learner.loss: {loss.name} corrects for the behaviour policy itself; "
                 "set learner.correction.weight: none, or staleness is corrected twice"
             )
         if advantage.name == "gdpo" and self.kl is not None and self.kl.place == "reward":
