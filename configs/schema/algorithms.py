@@ -3,7 +3,7 @@
 A new one takes two edits: its section here, listed in the tuple of its kind, and the function that `target` names.
 """
 
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -57,6 +57,14 @@ class GdpoConfig(AdvantageSection):
     target: ClassVar[str] = _GROUP + "gdpo"
     group_relative: ClassVar[bool] = True
     name: Literal["gdpo"]
+
+
+class MaxRlConfig(AdvantageSection):
+    """(r - mean) / mean of the group's rewards r, which are 0 or more; 0 where none is more (arXiv 2602.02710)."""
+
+    target: ClassVar[str] = _GROUP + "max_rl"
+    group_relative: ClassVar[bool] = True
+    name: Literal["max_rl"]
 
 
 class RlooConfig(AdvantageSection):
@@ -137,6 +145,7 @@ _ADVANTAGES: Final = (
     DrGrpoConfig,
     PassKConfig,
     GdpoConfig,
+    MaxRlConfig,
     RlooConfig,
     OpoConfig,
     RemaxConfig,
@@ -172,6 +181,8 @@ class LossSection(NamedSection):
     shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
     regularised: ClassVar[bool] = False
     """True for policy gradients but for a term in log π_θ - log π_prox."""
+    weighted: ClassVar[bool] = False
+    """True for losses that correct for staleness themselves, so that an importance weight would do so twice."""
 
     aggregation: Aggregation = "token-mean"
     """Reduction of the tokens' losses to one number, over the whole update on all ranks: mean or sum over tokens; mean
@@ -291,6 +302,34 @@ class DppoKlConfig(DivergenceClip):
     """Largest divergence of tokens that get likelier, in nats."""
 
 
+class DivergenceMask(LossSection):
+    """A token beyond a bound of divergence has no gradient, whatever its advantage; the others have no clip.
+
+    The authors' bound is around the behaviour policy, which is `learner.correction.proximal: behaviour`.
+    """
+
+    epsilon: float = Field(default=0.3, gt=0)
+    """Largest divergence."""
+    tau: float = Field(default=0.0, ge=0)
+    """Weight of the squared log ratio π_θ/π_prox of all tokens, which is added."""
+
+
+class IpoConfig(DivergenceMask):
+    """-ratio · A where |π_θ - π_prox| ≤ epsilon (prime-rl)."""
+
+    target: ClassVar[str] = _SELECTIVE + "ipo"
+    name: Literal["ipo"]
+
+
+class KpopConfig(DivergenceMask):
+    """-ratio · A where the binary KL is at most epsilon in both directions (ringtech.notion.site/kpop)."""
+
+    target: ClassVar[str] = _SELECTIVE + "kpop"
+    name: Literal["kpop"]
+    epsilon: float = Field(default=0.1, gt=0)
+    """Largest divergence, in nats."""
+
+
 class DroConfig(LossSection):
     """Policy gradient with a quadratic penalty on each token's log ratio (arXiv 2405.19107)."""
 
@@ -343,9 +382,35 @@ class ToprConfig(LossSection):
     """Good answers count fully, bad ones by their truncated sequence ratio (arXiv 2503.14286)."""
 
     target: ClassVar[str] = _CLIPPED + "topr"
+    weighted: ClassVar[bool] = True
     name: Literal["topr"]
     cap: float = Field(default=1.0, gt=0)
     """Cap of the bad answers' ratio π_θ/μ."""
+
+
+PositivePair = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
+
+
+class VespoConfig(LossSection):
+    """-W^k · e^(λ(1 - W)) · A · log π with a constant ratio W = π_θ/μ of the whole answer (arXiv 2602.10693)."""
+
+    target: ClassVar[str] = _CLIPPED + "vespo"
+    weighted: ClassVar[bool] = True
+    name: Literal["vespo"]
+    positive: PositivePair = (2.0, 3.0)
+    """k and λ of good answers (advantage ≥ 0)."""
+    negative: PositivePair = (3.0, 2.0)
+    """k and λ of bad answers."""
+
+
+class AsympoConfig(LossSection):
+    """-A · log π over the answer's mean -log π: needs no log-probs of the behaviour policy (arXiv 2606.03070)."""
+
+    target: ClassVar[str] = _CLIPPED + "asympo"
+    weighted: ClassVar[bool] = True
+    name: Literal["asympo"]
+    aggregation: Aggregation = "seq-mean-token-mean"
+    """As for every loss; the paper's is the default."""
 
 
 class KimiConfig(LossSection):
@@ -369,11 +434,15 @@ _LOSSES: Final = (
     SapoConfig,
     DppoTvConfig,
     DppoKlConfig,
+    IpoConfig,
+    KpopConfig,
     DroConfig,
     ClipCovConfig,
     KlCovConfig,
     ReinforceConfig,
     ToprConfig,
+    VespoConfig,
+    AsympoConfig,
     KimiConfig,
 )
 LOSSES: Final = registry_of("loss", *_LOSSES)

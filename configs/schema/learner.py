@@ -30,8 +30,10 @@ class RejectionConfig(Section):
     """`k1` bounds the ratio itself (below and above); `k2` and `k3` estimate KL(μ‖π_prox), in nats (above only)."""
     low: float | None = Field(default=None, ge=0)
     """Smallest ratio, for `k1` only; unset: 1/high."""
-    high: float = Field(gt=0)
-    """Largest ratio, or largest estimate."""
+    high: float | None = Field(default=None, gt=0)
+    """Largest ratio, or largest estimate; may be left out where `low` is given."""
+    only_bad: bool = False
+    """Mask only actions whose advantage is negative (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     @property
     def name(self) -> str:
@@ -42,9 +44,12 @@ class RejectionConfig(Section):
     def _bounds(self) -> Self:
         if self.estimator != "k1" and self.low is not None:
             raise ValueError(f"low is for the estimator k1; {self.estimator} is never negative and has only high")
-        if self.low is not None and self.low >= self.high:
+        if self.high is None:
+            if self.low is None:
+                raise ValueError("give high, or low for the estimator k1")
+        elif self.low is not None and self.low >= self.high:
             raise ValueError(f"low={self.low:g} must be less than high={self.high:g}")
-        if self.estimator == "k1" and self.low is None and self.high <= 1:
+        elif self.estimator == "k1" and self.low is None and self.high <= 1:
             raise ValueError(f"high={self.high:g} must be more than 1, unless low is given: it is 1/high otherwise")
         return self
 
@@ -131,7 +136,7 @@ class CorrectionConfig(Section):
         return bool(self.normalise or self.rejections or self.second_moment or self.veto)
 
 
-KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3*"]
 
 
 class KlConfig(Section):
@@ -141,7 +146,8 @@ class KlConfig(Section):
     """Weight of the penalty; with `target`, its initial value."""
     estimator: KlEstimator = "k3"
     """Estimate per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value with the
-    gradient of k2, which is unbiased."""
+    gradient of k2, which is unbiased for fresh answers. `k3*` is k3 times π_θ/μ, whose value and gradient are unbiased
+    for stale answers too (DeepSeek-V3.2, arXiv 2512.02556)."""
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from each token's reward (of π_prox, without gradient)."""
     target: float | None = Field(default=None, gt=0)
@@ -153,7 +159,7 @@ class KlConfig(Section):
 
     @model_validator(mode="after")
     def _gradient(self) -> Self:
-        if self.place == "reward" and self.estimator.endswith("+"):
+        if self.place == "reward" and self.estimator.endswith(("+", "*")):
             raise ValueError(f"estimator {self.estimator!r} is for place: loss; a reward has no gradient")
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
@@ -367,9 +373,9 @@ class LearnerConfig(Section):
                 "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
                 "learner.correction.weight other than none; without them it is ppo"
             )
-        if loss.name == "topr" and correction.weight != "none":
+        if loss.weighted and correction.weight != "none":
             problems.append(
-                "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
+                f"learner.loss: {loss.name} corrects for the behaviour policy itself; "
                 "set learner.correction.weight: none, or staleness is corrected twice"
             )
         if advantage.name == "gdpo" and self.kl is not None and self.kl.place == "reward":

@@ -36,7 +36,11 @@ class Correction:
 
 @torch.no_grad()
 def correct(
-    log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor] = one_rank
+    log_ratio_BT: Tensor,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    total: Callable[[Tensor], Tensor] = one_rank,
+    advantages_BT: Tensor | None = None,
 ) -> Correction:
     """Importance weights of the actions from their log π_prox/μ, and the actions that are rejected.
 
@@ -44,10 +48,11 @@ def correct(
         mask_BT: 1.0 where there is an action; a row may have none. Rows are whole trajectories.
         total: sums a tensor over all ranks; a collective. It is called only for `normalise` and `second_moment`, which
             are over all rows of the step.
+        advantages_BT: for rejections of bad actions alone.
     """
     log_ratio_BT = torch.where(mask_BT > 0, log_ratio_BT, 0.0)
     importance_weights_BT, truncated_BT = importance_weights(log_ratio_BT, mask_BT, config)
-    masked = {rule.name: rejected(log_ratio_BT, mask_BT, rule) for rule in config.rejections}
+    masked = {rule.name: rejected(log_ratio_BT, mask_BT, rule, advantages_BT) for rule in config.rejections}
     if config.veto is not None:
         masked["veto"] = vetoed(log_ratio_BT, mask_BT, config.veto)
     kept_BT = mask_BT
@@ -136,11 +141,17 @@ def interpolate(logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, lag_BT: Tens
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": bounded, "k2": k2, "k3": k3}
 
 
-def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Tensor:
+def rejected(
+    log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig, advantages_BT: Tensor | None = None
+) -> Tensor:
     """1.0 at the actions that a rule rejects, shape [B, T]; a NaN estimate is out of bounds.
 
     The bounds of `k1` are of the ratio. The log ratio is compared with their logs, so a mean is the geometric mean of
     the ratios.
+
+    Source: `only_bad`: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which is
+    `sequence_mean` of `k1` with low = e^-δ. There π_θ stands for π_prox, and rejected actions keep
+    their KL penalty and their place in the mean.
     """
     estimate_BT = ESTIMATORS[rule.estimator](log_ratio_BT)
     if rule.level == "sequence_sum":
@@ -153,6 +164,9 @@ def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Te
     out_BT = ~((statistic_BT >= low) & (statistic_BT <= high)) & (mask_BT > 0)
     if rule.level == "sequence_max":
         out_BT = out_BT.any(-1, keepdim=True)
+    if rule.only_bad:
+        assert advantages_BT is not None, "a rule for bad actions needs advantages"
+        out_BT = out_BT & (advantages_BT < 0)
     return out_BT * mask_BT
 
 
@@ -163,10 +177,11 @@ def vetoed(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float) -> Tensor:
 
 def _bounds(rule: RejectionConfig) -> tuple[float, float]:
     """Bounds of the rule's estimate."""
+    high = math.inf if rule.high is None else rule.high
     if rule.estimator != "k1":
-        return -math.inf, rule.high
-    low = 1 / rule.high if rule.low is None else rule.low
-    return math.log(low) if low > 0 else -math.inf, math.log(rule.high)
+        return -math.inf, high
+    low = 1 / high if rule.low is None else rule.low
+    return math.log(low) if low > 0 else -math.inf, math.log(high)
 
 
 LIMITS_AT_ONCE: Final = 1024

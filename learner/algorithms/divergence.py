@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema.learner import KlConfig, KlEstimator
-from slipstream.learner.algorithms.losses.base import bounded
+from slipstream.learner.algorithms.losses.base import bounded, bounded_exp
 
 _MAX_ERROR: Final = 0.2
 """Relative error of the KL beyond which the coefficient changes no faster."""
@@ -28,15 +28,27 @@ def k3(log_ratio: Tensor) -> Tensor:
     return bounded(log_ratio).expm1() - bounded(log_ratio)
 
 
-def kl_estimate(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator: KlEstimator) -> Tensor:
+def kl_estimate(
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    estimator: KlEstimator,
+    behaviour_logprobs_BT: Tensor | None = None,
+) -> Tensor:
     """Estimates of KL(π_θ‖π_ref) from the actions that were drawn, shape [B, T].
 
     With δ = log π_θ - log π_ref: k1 = δ, k2 = δ²/2, k3 = e^-δ - 1 + δ, abs = |δ|. With `+` the gradient is that of k2,
-    on average the KL's; the gradient of k1 is 0 on average, and that of k3 is the reverse KL's.
+    on average the KL's; the gradient of k1 is 0 on average, and that of k3 is the reverse KL's. k3* = π_θ/μ · k3, ratio
+    and gradient included: on average over actions drawn from μ it is the KL, with its gradient.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    Args:
+        behaviour_logprobs_BT: log μ; only for k3*.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3*: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
     """
     delta_BT = logprobs_BT - reference_logprobs_BT
+    if estimator == "k3*":
+        assert behaviour_logprobs_BT is not None, "k3* needs log μ"
+        return bounded_exp(logprobs_BT - behaviour_logprobs_BT) * _estimate(delta_BT, "k3")
     value_BT = _estimate(delta_BT, estimator.removesuffix("+"))
     if not estimator.endswith("+"):
         return value_BT

@@ -136,7 +136,10 @@ class Objective:
         kl = self.learner.kl
         if kl is None or self.prepared.reference_logprobs_BT is None:
             return None
-        return kl_estimate(target_BT, batch.of_step(self.prepared.reference_logprobs_BT), kl.estimator)
+        reference_BT, behaviour_BT = map(
+            batch.of_step, (self.prepared.reference_logprobs_BT, self.prepared.rows.behaviour_logprobs_BT)
+        )
+        return kl_estimate(target_BT, reference_BT, kl.estimator, behaviour_BT)
 
     def _aggregate(self, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
         loss = self.learner.loss

@@ -98,6 +98,7 @@ class StepPreparer:
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             total=self._total,
         )
+        advantages_BT = rows.by_trajectory(self.advantage(inputs))
         return PreparedStep(
             rows=rows,
             lag_BT=lag_in_steps(
@@ -106,10 +107,10 @@ class StepPreparer:
                 steps_per_version=self.steps_per_version,
                 unpublished_steps=unpublished_steps,
             ),
-            advantages_BT=rows.by_trajectory(self.advantage(inputs)),
+            advantages_BT=advantages_BT,
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
-            correction=self._correction(rows, proximal_BT),
+            correction=self._correction(rows, proximal_BT, advantages_BT),
             reference_logprobs_BT=reference_BT,
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
@@ -165,11 +166,12 @@ class StepPreparer:
         gamma = self.learner.advantage.arguments["gamma"]
         return rows.by_trajectory(value_returns(inputs, gamma=gamma, lam=self.critic.config.lam))
 
-    def _correction(self, rows: ActionBatch, proximal_BT: Tensor) -> Correction | None:
+    def _correction(self, rows: ActionBatch, proximal_BT: Tensor, advantages_BT: Tensor) -> Correction | None:
         config = self.learner.correction
         if not config.needs_proximal_first:
             return None
-        return correct(proximal_BT - rows.behaviour_logprobs_BT, rows.mask_BT, config, self.world.sum)
+        log_ratio_BT = proximal_BT - rows.behaviour_logprobs_BT
+        return correct(log_ratio_BT, rows.mask_BT, config, self.world.sum, advantages_BT)
 
 
 def _score_all(rows: ActionBatch, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:

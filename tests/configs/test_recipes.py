@@ -1,5 +1,6 @@
 """The recipes: each one algorithm over the demo, or a task of its own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_there_are_recipes() -> None:
 def test_recipe_is_short_and_names_its_source(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith(f"# {path.stem}: ")
-    assert "arXiv" in lines[0]
+    assert re.search(r"arXiv \d{4}\.\d{5}|\w+\.notion\.site", lines[0])
     assert len(lines) < 30
 
 

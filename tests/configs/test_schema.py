@@ -55,6 +55,7 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
          "learner.critic.pretrain_steps=400 learner.steps=400"),
         (["learner.advantage=gae"], "learner.advantage: learner.critic"),
         (["learner.loss.aggregation=constant"], "learner.loss.aggregation: learner.loss.constant"),
+        (["learner.loss=vespo"], "learner.loss: vespo learner.correction.weight:"),
         (["learner.loss=topr"], "learner.loss: topr learner.correction.weight:"),
         (["learner.loss=decoupled_ppo", "learner.correction.proximal=behaviour"],
          "learner.loss: decoupled_ppo learner.correction.proximal learner.correction.weight"),

@@ -59,6 +59,20 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
     return whiten(summed_B, torch.ones_like(summed_B), inputs.total)[:, None] * inputs.mask_BT
 
 
+def max_rl(inputs: AdvantageInputs) -> Tensor:
+    """(reward - mean) / mean of the group, shape [B, T]; 0 where the mean is not positive.
+
+    For rewards of 0 and 1 the gradient is an unbiased estimate of that of a likelihood truncated at the group's size,
+    which weighs a task by about 1 / its pass rate.
+
+    Source: Tajwar et al. 2026 (MaxRL), arXiv 2602.02710.
+    """
+    reward_B, groups = inputs.reward_B, inputs.groups
+    mean_B = groups.sum(reward_B) / groups.size(reward_B.dtype)
+    advantage_B = torch.where(mean_B > 0, groups.deviations(reward_B) / mean_B, 0.0)
+    return advantage_B[:, None] * inputs.mask_BT
+
+
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """reward - mean of the group's other episodes, shape [B, T]; 0 in a group of one.
 

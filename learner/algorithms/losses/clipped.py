@@ -5,10 +5,15 @@ A sequence-level ratio is that of one trajectory; the trajectories of one episod
 # B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms, bounded_exp
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms, bounded, bounded_exp
+
+_LEAST_NLL: Final = 1e-3
+"""Least mean negative log-prob that a trajectory's loss is divided by: that of a certain one is 0."""
 
 
 def clipped_surrogate(
@@ -99,12 +104,48 @@ def topr(inputs: LossInputs, *, cap: float) -> LossTerms:
 
     Source: Le Roux et al. 2025, arXiv 2503.14286.
     """
-    log_ratio_BT = (inputs.logprobs_BT.detach() - inputs.behaviour_logprobs_BT) * inputs.mask_BT
-    ratio_B1 = bounded_exp(log_ratio_BT.sum(-1, keepdim=True))
+    ratio_B1 = _trajectory_log_ratio(inputs).exp()
     negative_BT = inputs.advantages_BT < 0
     weight_BT = torch.where(negative_BT, ratio_B1.clamp(max=cap), 1.0)
     loss_BT = -weight_BT * inputs.advantages_BT * inputs.logprobs_BT
     return LossTerms(loss_BT, inputs.marks(negative_BT & (ratio_B1 > cap)))
+
+
+def vespo(inputs: LossInputs, *, positive: tuple[float, float], negative: tuple[float, float]) -> LossTerms:
+    """-φ(W)·A·log π_θ, with φ(W) = W^k·e^(λ(1 - W)), detached, and W = π_θ/μ of the trajectory, a product.
+
+    φ(1) = 1; it falls to 0 on both sides of its maximum at W = k/λ. It contains the importance weight.
+
+    Args:
+        positive: k and λ where A ≥ 0.
+        negative: k and λ where A < 0.
+
+    Source: Shen et al. 2026 (VESPO), arXiv 2602.10693.
+    """
+    log_ratio_B1 = _trajectory_log_ratio(inputs)
+    kernel_B1 = [torch.exp(k * log_ratio_B1 + lam * (1 - log_ratio_B1.exp())) for k, lam in (positive, negative)]
+    weight_BT = torch.where(inputs.advantages_BT >= 0, *kernel_B1)
+    return LossTerms(-weight_BT * inputs.advantages_BT * inputs.logprobs_BT, torch.zeros_like(inputs.mask_BT))
+
+
+def _trajectory_log_ratio(inputs: LossInputs) -> Tensor:
+    """log(π_θ/μ) of each whole trajectory, bounded and detached, shape [B, 1]."""
+    log_ratio_BT = (inputs.logprobs_BT.detach() - inputs.behaviour_logprobs_BT) * inputs.mask_BT
+    return bounded(log_ratio_BT.sum(-1, keepdim=True))
+
+
+def asympo(inputs: LossInputs) -> LossTerms:
+    """-A·log π_θ / sg[mean of -log π_θ over the trajectory].
+
+    So each trajectory's mean loss is its advantage, and those of a group add up to 0, however unlikely stale answers
+    have become. Log-probs of μ are not used. Aggregate by seq-mean-token-mean.
+
+    Source: Liu et al. 2026 (ASymPO), arXiv 2606.03070.
+    """
+    logprobs_BT = inputs.logprobs_BT.detach() * inputs.mask_BT
+    scale_B1 = (-logprobs_BT.sum(-1, keepdim=True) / inputs.lengths_B1).clamp(min=_LEAST_NLL)
+    loss_BT = -inputs.advantages_BT * inputs.logprobs_BT / scale_B1
+    return LossTerms(loss_BT, torch.zeros_like(inputs.mask_BT))
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:

@@ -1,6 +1,7 @@
 """Losses that exclude or penalise single actions, selected by a divergence or by a covariance.
 
-`dppo_*`: the trust region bounds a divergence at each action, estimated over two outcomes: the action, and any other.
+`dppo_*`, `ipo`, `kpop`: the trust region bounds a divergence at each action, estimated over two outcomes: the action,
+and any other. `dppo_*` exclude only what the gradient would move farther out; `ipo` and `kpop` all that is outside.
 
 `*_cov`: actions with a high covariance of log-prob and advantage lose their gradient or are penalised, because they
 reduce the entropy most. The covariance is (A - mean A)·(log π_θ - mean log π_θ), with the means over the micro-batch's
@@ -38,10 +39,50 @@ def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float
     Source: Qi et al. 2026, arXiv 2602.04879.
     """
     with torch.no_grad():
-        proximal_BT = inputs.proximal_logprobs_BT.exp()
-        rest_log_ratio_BT = _log_rest(inputs.proximal_logprobs_BT) - _log_rest(inputs.logprobs_BT)
-        divergence_BT = -proximal_BT * inputs.log_ratio_BT + (1 - proximal_BT) * rest_log_ratio_BT
+        divergence_BT = _binary_kl(inputs.proximal_logprobs_BT, inputs.logprobs_BT)
     return _masked(inputs, divergence_BT, clip_low=clip_low, clip_high=clip_high, cap=cap)
+
+
+def ipo(inputs: LossInputs, *, epsilon: float, tau: float) -> LossTerms:
+    """`_inside` the binary total variation |π_θ - π_prox| ≤ epsilon; prime-rl has μ for π_prox.
+
+    Source: prime-rl, loss type `ipo`.
+    """
+    with torch.no_grad():
+        divergence_BT = (inputs.logprobs_BT.exp() - inputs.proximal_logprobs_BT.exp()).abs()
+    return _inside(inputs, divergence_BT, epsilon=epsilon, tau=tau)
+
+
+def kpop(inputs: LossInputs, *, epsilon: float, tau: float) -> LossTerms:
+    """`_inside` KL(π_θ‖π_prox) ≤ epsilon and KL(π_prox‖π_θ) ≤ epsilon, both binary, in nats.
+
+    The bound is wide in ratios for rare tokens, narrow for nearly certain ones. The authors have μ for π_prox.
+
+    Source: Guo et al. 2026 (KPop), ringtech.notion.site/kpop; with tau as in prime-rl, loss type `kpop`.
+    """
+    with torch.no_grad():
+        target_BT, proximal_BT = inputs.logprobs_BT, inputs.proximal_logprobs_BT
+        divergence_BT = torch.maximum(_binary_kl(target_BT, proximal_BT), _binary_kl(proximal_BT, target_BT))
+    return _inside(inputs, divergence_BT, epsilon=epsilon, tau=tau)
+
+
+def _binary_kl(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> Tensor:
+    """KL(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)) of log p and log q."""
+    probability_BT = logprobs_BT.exp()
+    rest_log_ratio_BT = _log_rest(logprobs_BT) - _log_rest(other_logprobs_BT)
+    return probability_BT * (logprobs_BT - other_logprobs_BT) + (1 - probability_BT) * rest_log_ratio_BT
+
+
+def _inside(inputs: LossInputs, divergence_BT: Tensor, *, epsilon: float, tau: float) -> LossTerms:
+    """-r·A where the divergence is at most epsilon, whatever the sign of A, plus tau·log² r everywhere; r = π_θ/π_prox.
+
+    The mean is over all actions, those outside the region included.
+    """
+    outside_BT = ~(divergence_BT <= epsilon)  # NaN is outside
+    loss_BT = (-inputs.ratio_BT * inputs.advantages_BT).masked_fill(outside_BT, 0.0)
+    if tau:
+        loss_BT = loss_BT + tau * inputs.log_ratio_BT.square()
+    return LossTerms(loss_BT, inputs.marks(outside_BT))
 
 
 def _log_rest(logprobs_BT: Tensor) -> Tensor:

@@ -140,13 +140,18 @@ def marks(*rows: str) -> list[list[float]]:
         ("sequence_sum", "k3", {"high": 0.16}, marks("...", "...", "xx.")),
         ("sequence_max", "k1", {"high": math.exp(0.4)}, marks("xx.", "...", "xx.")),
         ("sequence_max", "k3", {"high": 0.2}, marks("...", "...", "xx.")),
+        # Mean log ratios 0.2, 0.2 and 0; advantages -1, 1 and -1 of each trajectory's actions.
+        ("sequence_mean", "k1", {"low": math.exp(0.1)}, marks("...", "...", "xx.")),
+        ("sequence_mean", "k1", {"low": math.exp(0.25), "only_bad": True}, marks("xx.", "...", "xx.")),
+        ("token", "k1", {"high": math.exp(0.15), "only_bad": True}, marks("x..", "...", "xx.")),
     ],
 )
 def test_rule_rejects_actions_or_trajectories(
     level: str, estimator: str, bounds: dict[str, Any], expected: list[list[float]]
 ) -> None:
     rule = RejectionConfig.model_validate({"level": level, "estimator": estimator, **bounds})
-    assert rejected(LOG_RATIO_BT, MASK_BT, rule).tolist() == expected
+    advantages_BT = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]]).expand_as(MASK_BT)
+    assert rejected(LOG_RATIO_BT, MASK_BT, rule, advantages_BT).tolist() == expected
 
 
 @pytest.mark.parametrize(("log_bound", "expected"), [(-0.5, marks("...", "...", "xx.")), (-0.7, marks(*["..."] * 3))])
@@ -274,6 +279,7 @@ TOKEN_K1 = {"level": "token", "estimator": "k1", "high": 2.0}
         ({"rejections": [{**TOKEN_K1, "high": 0.9}]}, "high=0.9"),
         ({"rejections": [{**TOKEN_K1, "estimator": "k2", "low": 0.1}]}, "low.* k2"),
         ({"rejections": [{**TOKEN_K1, "low": 2.0}]}, "low=2"),
+        ({"rejections": [{**TOKEN_K1, "high": None}]}, "give high"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], named: str) -> None:

@@ -13,13 +13,14 @@ from tests.learner.algorithms.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 REFERENCE = INPUTS["reference_logprobs"]
-BASES: list[KlEstimator] = ["k1", "k2", "k3", "abs"]
+BEHAVIOUR = INPUTS["behaviour_logprobs"]
+BASES: list[KlEstimator] = ["k1", "k2", "k3", "abs", "k3*"]
 
 
 @pytest.mark.parametrize("estimator", BASES)
 def test_gradient_is_that_of_finite_differences(estimator: KlEstimator) -> None:
     def estimate(logprobs_BT: Tensor) -> Tensor:
-        return kl_estimate(logprobs_BT, REFERENCE, estimator)
+        return kl_estimate(logprobs_BT, REFERENCE, estimator, BEHAVIOUR)
 
     assert torch.autograd.gradcheck(estimate, INPUTS["target_logprobs"].clone().requires_grad_())
 
@@ -37,11 +38,23 @@ def test_plus_has_value_of_base_and_gradient_of_k2(with_plus: KlEstimator, base:
 @pytest.mark.parametrize("delta", [-500.0, -21.0, 21.0, 500.0])
 def test_extreme_divergence_is_finite_and_never_grows(estimator: KlEstimator, delta: float) -> None:
     logprobs = torch.tensor([[delta]], requires_grad=True)
-    found = kl_estimate(logprobs, torch.zeros(1, 1), estimator)
+    found = kl_estimate(logprobs, torch.zeros(1, 1), estimator, torch.zeros(1, 1))
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert found.isfinite().all()
     assert gradient.isfinite().all()
     assert gradient.item() * delta >= 0 or estimator == "k1", "only the gradient of k1 is constant"
+
+
+def test_weighted_k3_has_mean_and_gradient_of_kl_under_behaviour() -> None:
+    """Exact over the three tokens of a distribution, drawn from another one."""
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    reference, behaviour = (torch.tensor(each).double().log() for each in ([0.2, 0.5, 0.3], [0.6, 0.1, 0.3]))
+    logprobs = logits.log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    mean = (behaviour.exp() * kl_estimate(logprobs, reference, "k3*", behaviour)).sum()
+    torch.testing.assert_close(mean, kl)
+    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(mean, logits), (expected,))
 
 
 def test_fixed_coefficient_is_that_of_configuration() -> None:

@@ -128,6 +128,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 REJECTING: list[dict[str, Any]] = [
     {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]}, REJECTS_TOKENS,
     {"second_moment": 0.04}, {"veto": 1e-3},
+    {"rejections": [{"level": "sequence_mean", "estimator": "k1", "low": 0.9, "only_bad": True}]},
 ]  # fmt: skip
 
 
@@ -142,6 +143,7 @@ REJECTING: list[dict[str, Any]] = [
             }
             for mode in ("seq-mean-token-mean", "constant")
         ],
+        {"kl": {"coefficient": 0.1, "estimator": "k3*"}},
         {"advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}, "clip_range": None}},
     ],
     ids=str,

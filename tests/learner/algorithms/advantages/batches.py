@@ -13,7 +13,7 @@ from tests.learner.algorithms.golden import INPUTS, SHAPE
 
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "grpo": {"epsilon": 1e-6}, "dr_grpo": {}, "grpo_passk": {"divide_by_std": False, "epsilon": 1e-6},
-    "gdpo": {"epsilon": 1e-6}, "rloo": {}, "opo": {}, "remax": {}, "reinforce_plus_plus": {"gamma": 0.9},
+    "gdpo": {"epsilon": 1e-6}, "max_rl": {}, "rloo": {}, "opo": {}, "remax": {}, "reinforce_plus_plus": {"gamma": 0.9},
     "reinforce_plus_plus_baseline": {}, "gpg": {"scale_up_for": "no_advantage"},
     "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None}, "optimal_token_baseline": {"epsilon": 1e-8},
 }  # fmt: skip

@@ -19,6 +19,7 @@ from slipstream.learner.algorithms.advantages.group_relative import (
     gpg,
     grpo,
     grpo_passk,
+    max_rl,
     opo,
     reinforce_plus_plus_baseline,
     rloo,
@@ -28,7 +29,7 @@ from tests.learner.algorithms.advantages.batches import batch, matrix, vector
 EPSILON = 1e-6
 ALL: dict[str, Callable[[AdvantageInputs], Tensor]] = {
     "grpo": partial(grpo, epsilon=EPSILON), "dr_grpo": dr_grpo,
-    "grpo_passk": partial(grpo_passk, divide_by_std=True, epsilon=EPSILON), "rloo": rloo, "opo": opo,
+    "grpo_passk": partial(grpo_passk, divide_by_std=True, epsilon=EPSILON), "max_rl": max_rl, "rloo": rloo, "opo": opo,
     "gpg": partial(gpg, scale_up_for="no_advantage"),
 }  # fmt: skip
 CENTRED = [ALL[name] for name in ("grpo", "dr_grpo", "rloo", "gpg")]
@@ -47,6 +48,9 @@ def of_episodes(advantages_BT: Tensor) -> Tensor:
         (dr_grpo, [[1.0, 2.0, 6.0], [5.0, 3.0]], (-2, -1, 3, 1, -1)),
         # Mean 2, squared deviations 1 + 0 + 0 + 1, over 3; epsilon 1 - √(2/3).
         (partial(grpo, epsilon=1 - sqrt(2 / 3)), [[1.0, 2.0, 2.0, 3.0]], (-1, 0, 0, 1)),
+        # Means 1/4, 3/4 and 0.
+        (max_rl, [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0]], (3, -1, -1, -1, *[1 / 3] * 3, -1, 0, 0)),
+        (max_rl, [[-1.0, 0.5], [2.0]], (0, 0, 0)),
         # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; 1 - 5, 5 - 1; one episode.
         (rloo, [[1.0, 2.0, 6.0], [1.0, 5.0], [7.0]], (-3, -1.5, 4.5, -4, 4, 0)),
         (partial(grpo_passk, **LEAD), [[0.2, 0.9, 0.5], [0.9, 0.9, 0.5]], (0, 0.4, 0, 0, 0, 0)),

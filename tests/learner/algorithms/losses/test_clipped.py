@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.learner.algorithms.losses.base import LossTerms
+from slipstream.learner.algorithms.aggregation import aggregate, totals_of
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import (
+    asympo,
     cispo,
     dro,
     gmpo,
@@ -20,6 +22,7 @@ from slipstream.learner.algorithms.losses.clipped import (
     sapo,
     topr,
     value_loss,
+    vespo,
 )
 from tests.learner.algorithms.losses.batches import gradient, one_action, trajectory
 
@@ -105,6 +108,24 @@ def test_geometric_mean_ratio_of_trajectory(
     assert gradient(terms.loss_BT.mean(), inputs).tolist() == [pytest.approx(own_gradient)]
 
 
+def test_luspo_is_gspo_by_token_sums() -> None:
+    """Each answer's clipped surrogate times its length, of lengths 3 and 1: s = 1.1 and, clipped, 1.2."""
+    inputs = LossInputs(
+        logprobs_BT=torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True),
+        proximal_logprobs_BT=-1 - torch.tensor([[3 * math.log(1.1), 0, 0], [math.log(1.5), 0, 0]]).double(),
+        behaviour_logprobs_BT=torch.zeros(2, 3).double(),
+        advantages_BT=torch.tensor([[2.0] * 3, [5.0] * 3]).double(),
+        mask_BT=torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double(),
+    )
+    terms = gspo(inputs, **GSPO)
+    loss = aggregate(
+        terms.loss_BT, inputs.mask_BT, "seq-mean-token-sum", totals_of(inputs.mask_BT), horizon=1, constant=None
+    )
+    assert loss.item() == pytest.approx(-(3 * 1.1 * 2 + 1 * 1.2 * 5) / 2)
+    # Of 3·s: s in each action, as s has a third of it.
+    torch.testing.assert_close(gradient(loss, inputs), torch.tensor([[-1.1] * 3, [0.0] * 3]).double())
+
+
 def test_gspo_keeps_advantages_of_actions_apart() -> None:
     inputs = trajectory([1.21, 1.0], [1.0, -2.0])
     torch.testing.assert_close(
@@ -127,6 +148,34 @@ def test_topr_truncates_behaviour_ratio_of_bad_trajectories(
     terms = topr(inputs, cap=1.2)
     assert gradient(terms.loss_BT.sum(), inputs).tolist() == [pytest.approx([-weight * advantage] * 2)]
     assert terms.clipped_BT.tolist() == [[clipped] * 2]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "advantage", "weight"),
+    [
+        ([1.0, 1.0], 2.0, 1.0), ([1.0, 1.0], -2.0, 1.0),
+        ([0.5, 0.5], 2.0, 0.25**2 * math.exp(3 * 0.75)), ([0.5, 0.5], -2.0, 0.25**3 * math.exp(2 * 0.75)),
+        ([4.0, 0.5], 1.0, 2.0**2 * math.exp(-3)), ([4.0, 0.5], -1.0, 2.0**3 * math.exp(-2)),
+        ([100.0, 100.0], -1.0, 0.0),
+    ],
+)  # fmt: skip
+def test_vespo_weighs_by_kernel_of_behaviour_ratio(ratios: list[float], advantage: float, weight: float) -> None:
+    inputs = trajectory(ratios, [advantage] * 2)
+    inputs = replace(inputs, proximal_logprobs_BT=torch.zeros_like(inputs.mask_BT))
+    terms = vespo(inputs, positive=(2.0, 3.0), negative=(3.0, 2.0))
+    assert gradient(terms.loss_BT.sum(), inputs).tolist() == [pytest.approx([-weight * advantage] * 2)]
+
+
+def test_asympo_losses_of_group_cancel() -> None:
+    """Whatever the answers' likelihoods: -log π of 1 and 3, of 0.5 and 0.5, and of a certain one."""
+    logprobs_BT = torch.tensor([[-1.0, -3.0], [-0.5, -0.5], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    advantages_BT = torch.tensor([[2.0], [-2.0], [1.0]], dtype=torch.float64).expand(3, 2)
+    one_BT = torch.ones_like(logprobs_BT)
+    inputs = LossInputs(logprobs_BT, one_BT, one_BT, advantages_BT, one_BT)
+    loss_BT = asympo(inputs).loss_BT
+    assert loss_BT.tolist() == [[1.0, 3.0], [-2.0, -2.0], [0.0, 0.0]]
+    expected_BT = torch.tensor([[-1.0] * 2, [4.0] * 2, [-1000.0] * 2], dtype=torch.float64)
+    torch.testing.assert_close(gradient(loss_BT.sum(), inputs), expected_BT)
 
 
 @pytest.mark.parametrize(("ratios", "advantage"), [([1.5, 2.0, 1.0], 2.0), ([2.0, 0.5, 1.0], 0.0)])

@@ -23,9 +23,10 @@ SECTION: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 # Settings by which some of the random actions are clipped and some are not.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"dual_clip": 1.5}, "decoupled_ppo": {"dual_clip": 1.5}, "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "ipo": {"epsilon": 0.1, "tau": 0.1}, "kpop": {"epsilon": 0.05, "tau": 0.1},
     "kl_cov": {"ratio": 0.3}, "clip_cov": {"ratio": 0.2, "cov_low": 0.0},
 }  # fmt: skip
-FROZEN_WEIGHT = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "topr"}
+FROZEN_WEIGHT = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "topr", "vespo", "asympo"}
 MICRO_BATCH_MEANS = {"clip_cov", "kl_cov"}
 """Losses that compare an action with the others of its micro-batch."""
 
@@ -69,7 +70,10 @@ def test_weight_of_log_prob_has_no_gradient(name: str) -> None:
     torch.testing.assert_close(gradient(loss_BT.sum(), inputs), weight_BT)
 
 
-@pytest.mark.parametrize("name", ["ppo", "decoupled_ppo", "cispo", "gspo", "reinforce", "sapo", "dro", "topr", "kimi"])
+POLICY_GRADIENT = ["ppo", "decoupled_ppo", "cispo", "gspo", "reinforce", "sapo", "dro", "topr", "vespo", "kimi"]
+
+
+@pytest.mark.parametrize("name", [*POLICY_GRADIENT, "ipo", "kpop"])
 def test_equal_policies_give_policy_gradient(name: str) -> None:
     inputs = random_inputs()
     own_BT = inputs.logprobs_BT.detach()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo
-from slipstream.learner.algorithms.losses.selective import clip_cov, dppo_kl, dppo_tv, kl_cov
+from slipstream.learner.algorithms.losses.selective import clip_cov, dppo_kl, dppo_tv, ipo, kl_cov, kpop
 from tests.learner.algorithms.losses.batches import gradient, random_inputs, trajectory
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -59,6 +59,36 @@ def test_dppo_kl_bounds_binary_kl(proximal: float, target: float, share: float) 
     expected = (target / proximal, 0) if share > 1 else (0.0, 1)
     assert weight(dppo_kl, proximal, target, away, clip=bound) == pytest.approx(expected)
     assert weight(dppo_kl, proximal, target, -away, clip=bound) == pytest.approx((target / proximal, 0))
+
+
+# KL(0.5‖0.8) = ½ log(0.25/0.16), KL(0.8‖0.5) = 0.8 log 1.6 + 0.2 log 0.4.
+FORWARD, BACKWARD = 0.5 * math.log(0.25 / 0.16), 0.8 * math.log(1.6) + 0.2 * math.log(0.4)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize(
+    ("loss", "epsilon", "proximal", "target", "kept"),
+    [
+        (ipo, 0.3, 0.5, 0.79, True), (ipo, 0.3, 0.5, 0.81, False), (ipo, 0.3, 0.5, 0.21, True),
+        (ipo, 0.3, 0.5, 0.19, False),
+        (ipo, 0.3, 1e-4, 0.1, True),  # a ratio of 1,000
+        (kpop, max(FORWARD, BACKWARD) * 1.01, 0.5, 0.8, True), (kpop, max(FORWARD, BACKWARD) * 0.99, 0.5, 0.8, False),
+        (kpop, max(FORWARD, BACKWARD) * 1.01, 0.8, 0.5, True), (kpop, max(FORWARD, BACKWARD) * 0.99, 0.8, 0.5, False),
+        (kpop, 0.1, 1.0, 1.0, True), (kpop, 0.1, 1.0, 0.9, False), (kpop, 0.1, 1e-3, 2e-2, True),
+    ],
+)  # fmt: skip
+def test_action_out_of_region_has_no_gradient(
+    loss: Callable[..., LossTerms], epsilon: float, proximal: float, target: float, kept: bool, advantage: float
+) -> None:
+    ratio = target / proximal
+    for tau in (0.0, 0.5):
+        inputs = trajectory([ratio], [advantage], logprob=math.log(target))
+        terms = loss(inputs, epsilon=epsilon, tau=tau)
+        assert terms.clipped_BT.item() == 1 - kept
+        policy = -ratio * advantage * kept
+        assert terms.loss_BT.item() == pytest.approx(policy + tau * math.log(ratio) ** 2)
+        expected = policy + 2 * tau * math.log(ratio)  # the pull towards π_prox is everywhere
+        assert gradient(terms.loss_BT.sum(), inputs).item() == pytest.approx(expected)
 
 
 def covariances(inputs: LossInputs) -> Tensor:
