@@ -11,7 +11,7 @@ from typing import Final
 from slipstream.configs.paths import RunPaths, is_run_locked
 from slipstream.learner.metrics.catalog import STEP
 from slipstream.tools.follow import Record, number, parse_lines
-from slipstream.tools.report import last_of_each_step
+from slipstream.tools.summary import last_of_each_step
 
 WINDOWS: Final = 20
 """Number of windows into which the common steps are cut, and the bounds of their length."""
