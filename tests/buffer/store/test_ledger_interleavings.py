@@ -112,7 +112,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         for server in SERVERS:
-            self._report_tokens(server, late=True)
+            self._report_tokens(server)
         left_out = data.draw(st.integers(0, 1))
         for id in sorted(self.model.in_flight, key=int)[left_out:]:
             self._arrive(id, data.draw(st.integers(self.model.in_flight[id].version, self.model.version)))
