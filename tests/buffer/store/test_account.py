@@ -15,7 +15,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
-from tests.buffer.groups import train_group, trajectory
+from tests.buffer.groups import trajectory
 from tests.buffer.ledger import (
     ENV,
     deliver,
@@ -206,20 +206,16 @@ async def test_rows_by_env_and_server_add_up(store: Ledger) -> None:
         ([], 8, {}),
         ([{"name": "dynamic_sampling"}], 0, {"dynamic_sampling": 8}),
         ([{"name": "length", "min_tokens": 4}], 0, {"length": 8}),
-        ([{"name": "pf_ppo", "strategy": "best_of_n", "keep": 3}], 2, {"pf_ppo": 6}),
+        ([{"name": "pf_ppo", "strategy": "best_worst", "keep": 4}], 2, {"pf_ppo": 6}),
     ],
-    ids=["none", "group", "answers", "drawn-thrice"],
+    ids=["none", "group", "answers", "drawn-four-times"],
 )
 def test_filters_lose_each_token_once(
     make_config: MakeConfig, filters: list[dict[str, Any]], kept: int, lost: dict[str, int]
 ) -> None:
     config: RunConfig = make_config(filters=filters)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 4})})
-    same = train_group("1")
     answers = [trajectory(episode=number, reward=1.0) for number in range(4)]
-    delivered = m.Group(
-        id="1", kind=m.TRAIN, epoch=0, indices=same.indices, trajectories=answers, unused={"baseline": 5}
-    )
+    delivered = m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=answers, unused={"baseline": 5})
     result = Inspector(config).admit(delivered, encode(delivered))
     facts: Facts = result.facts
     assert isinstance(result, Dropped) == (not kept)
