@@ -181,8 +181,8 @@ async def test_row_that_does_not_close_names_its_groups(store: Ledger) -> None:
 
 
 async def test_rows_are_bounded(redis: Redis, store: Ledger) -> None:
-    names = {f'["r{number}","{ENV}"]': number + 1 for number in range(4096)}
-    await redis.hset(f"{run_prefix(store.run)}:account_rows", mapping=names)
+    for number in range(4096):
+        await redis.hset(f"{run_prefix(store.run)}:account_rows", f'["r{number}","{ENV}"]', str(number + 1))
     tasks = await issue(store, 2)
     for number, task in enumerate(tasks):
         await deliver(store, [task.id], server=f"another {number}")
