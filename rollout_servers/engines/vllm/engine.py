@@ -139,8 +139,9 @@ def tokens_so_far(processor: Any, request: str) -> int:
     running = [state for state in states if state is not None]
     whole = running[0].parent_req if running else None
     finished = [] if whole is None else [answer for answer in whole.output_aggregator if answer is not None]
-    tokens = sum(len(answer.token_ids) for answer in finished)
-    return tokens + sum(state.detokenizer.num_output_tokens() for state in running)
+    lengths = [len(answer.token_ids) for answer in finished]
+    lengths += [state.detokenizer.num_output_tokens() for state in running]
+    return sum(lengths)
 
 
 def prompt_logprobs(output: RequestOutput) -> list[float]:
