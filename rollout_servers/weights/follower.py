@@ -50,7 +50,10 @@ class WeightFollower:
     engine: "Restartable"
     hold: "EvaluationHold"
     on_applied: Callable[[], None]
-    last_update: "WeightUpdate | None" = field(default=None, init=False)
+    stall_s: float | None = field(default=None, init=False)
+    """Pause of generation in the last update; None: there was none."""
+    update_s: float | None = field(default=None, init=False)
+    """Time of that update, from its announcement until the engine had it."""
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
@@ -196,7 +199,7 @@ class WeightFollower:
         finally:
             self._installing = False
         self._announced = None
-        self.last_update = WeightUpdate(stall_s=stall_s, took_s=time.monotonic() - self._announced_at)
+        self.stall_s, self.update_s = stall_s, time.monotonic() - self._announced_at
         if manifest.evaluate:
             self.hold.hold(manifest.version)
             await self._send_join()  # before Applied, or the learner might send the next version
@@ -218,19 +221,6 @@ class WeightFollower:
 
     async def _send(self, message: m.Message) -> None:
         await self._socket.send(encode(message))
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Times of an update of the engine.
-
-    Attributes:
-        stall_s: pause of generation.
-        took_s: from its announcement until the engine had it.
-    """
-
-    stall_s: float
-    took_s: float
 
 
 class Restartable(Engine, Protocol):
