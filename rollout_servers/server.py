@@ -400,7 +400,6 @@ class RolloutServer:
         # While the engine restarts, groups would only wait here: other servers can play them.
         capacity = self._limiter.limit if self._engine.ready and not self.is_leaving else 0
         pressure = self._pressure if self._engine.ready else None
-        update = self._follower.last_update
         status = m.ServerStatus(
             server=self._name,
             version=self._engine.version,
@@ -413,8 +412,8 @@ class RolloutServer:
             kv_cache_use=None if pressure is None else pressure.kv_cache_usage,
             running=None if pressure is None else pressure.running,
             waiting=None if pressure is None else pressure.waiting,
-            stall_s=None if update is None else update.stall_s,
-            update_s=None if update is None else update.took_s,
+            stall_s=self._follower.stall_s,
+            update_s=self._follower.update_s,
             gpus=self._gpus,
         )
         tickets = self._tickets

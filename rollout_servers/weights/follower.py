@@ -59,7 +59,10 @@ class WeightFollower:
     on_applied: Callable[[], None]
     updates: int = field(default=0, init=False)
     stalls_s: float = field(default=0.0, init=False)
-    last_update: "WeightUpdate | None" = field(default=None, init=False)
+    stall_s: float | None = field(default=None, init=False)
+    """Pause of generation in the last update; None: there was none."""
+    update_s: float | None = field(default=None, init=False)
+    """Time of that update, from its announcement until the engine had it."""
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
@@ -213,7 +216,7 @@ class WeightFollower:
         self._announced = None
         self.updates += 1
         self.stalls_s += stall_s
-        self.last_update = WeightUpdate(stall_s=stall_s, took_s=time.monotonic() - self._announced_at)
+        self.stall_s, self.update_s = stall_s, time.monotonic() - self._announced_at
         if manifest.evaluate:
             self.hold.hold(manifest.version)
             await self._send_join()  # before Applied, or the learner might send the next version
@@ -235,19 +238,6 @@ class WeightFollower:
 
     async def _send(self, message: m.Message) -> None:
         await self._socket.send(encode(message))
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Times of an update of the engine.
-
-    Attributes:
-        stall_s: pause of generation.
-        took_s: from its announcement until the engine had it.
-    """
-
-    stall_s: float
-    took_s: float
 
 
 class Restartable(Engine, Protocol):

@@ -186,6 +186,7 @@ async def test_pressure_changes_the_capacity_at_once(
         for capacity in (4, 2, 1):
             credits = await buffer.receive(m.Credits, lambda credits: credits.capacity == capacity)  # noqa: B023  # now
             assert credits.status.groups_limit == capacity
+            assert credits.status.kv_cache_use is not None
 
 
 async def test_a_crashed_engine_means_no_capacity_until_it_restarts(start_server: StartServer) -> None:

@@ -207,7 +207,7 @@ class RLTrainer(Trainer[StepData]):
             metrics = train_step.run(batch, unpublished_steps=unpublished_steps)
         else:
             chosen = choose(batch.trajectories, seed=done)
-            traced = ActionTrace(chosen.values())
+            traced = ActionTrace({row: batch.trajectories[row] for row in chosen.values()})
             try:
                 metrics = train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
             finally:  # also when the step shows that training diverged

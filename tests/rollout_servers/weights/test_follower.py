@@ -111,6 +111,9 @@ async def test_version_is_received_on_announce_installed_on_apply(channel: Chann
     )
     assert channel.engine.version == 3
     assert channel.applied.is_set()
+    assert channel.member.stall_s == 0.25
+    assert channel.member.update_s is not None
+    assert 0 < channel.member.update_s < DEADLINE_S
 
 
 async def test_an_engine_that_agrees_with_the_probe_is_verified(channel: Channel) -> None:

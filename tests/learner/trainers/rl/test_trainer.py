@@ -82,6 +82,9 @@ def test_resumed_weights_get_newest_version(latest: int, continues_as: int, conf
     learner.run()
     learner.buffer.published.assert_called_once_with(continues_as, evaluate=False)
     learner.feed.prefetch.assert_called_once_with(2, consuming_version=continues_as)
+    assert learner.loop.root is not None
+    continued: Any = learner.loop.root.reporter.continued
+    continued.assert_called_once_with(2, 2)
 
 
 def test_versions_are_equally_many_steps_apart(resume: Resume, groups: Path) -> None:
