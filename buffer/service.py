@@ -227,6 +227,8 @@ class BufferService:
     async def _answer_learners(self) -> None:
         while True:
             request = await self._requests.get()
+            if isinstance(request.message, m.Finish):  # the service may be stopped once it is answered
+                await self._through_outages(self._keeper.keep())
             await self._through_outages(self._learner.answer(request.peer, request.message))
             if isinstance(request.message, m.Trained | m.LearnerHello):
                 self._may_spill.set()
@@ -295,7 +297,8 @@ class BufferService:
         check_silence = now >= self._silence_counts_from
         silences_s = self.fleet.silences_s(now)
         swept = await self.ledger.sweep(silent_s=deadline_s if check_silence else None, silences_s=silences_s)
-        await self.ledger.trim()
+        if not (self._may_spill.is_set() or self._keeper.is_writing):
+            await self.ledger.trim()
         if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
                 "deadlines passed",

@@ -82,7 +82,7 @@ class KeptGroups:
 class Keeper:
     """Writes the groups of each trained step into the folder, before the ledger forgets them.
 
-    For one task. A step of which a group was forgotten before is left out.
+    A step of which a group was forgotten before is left out.
 
     Attributes:
         errors: number of times that a file could not be written, and of steps that were left out.
@@ -102,14 +102,23 @@ class Keeper:
         self._next = max([step - 1 for step in self.folder.steps()[-1:]], default=0)
         self._retry_at = float("-inf")
         self._failing = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_writing(self) -> bool:
+        """True while groups are written, which must not be forgotten meanwhile."""
+        return self._lock.locked()
 
     async def keep(self) -> None:
         """Writes the steps that were trained since, and removes those beyond the limit.
 
         If a file can't be written, it is tried again later.
         """
-        if not self._most_steps or time.monotonic() < self._retry_at:
-            return
+        async with self._lock:
+            if self._most_steps and time.monotonic() >= self._retry_at:
+                await self._keep()
+
+    async def _keep(self) -> None:
         known: list[Any] = await self._redis.hmget(f"{self._prefix}:meta", ["next_step", "forgotten_step"])
         done, forgotten = int(known[0] or 0), int(-1 if known[1] is None else known[1])
         first = int(max(min(self._next, done), forgotten + 1, done - self._most_steps))
