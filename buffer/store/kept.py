@@ -121,7 +121,8 @@ class Keeper:
     async def _keep(self) -> None:
         known: list[Any] = await self._redis.hmget(f"{self._prefix}:meta", ["next_step", "forgotten_step"])
         done, forgotten = int(known[0] or 0), int(-1 if known[1] is None else known[1])
-        first = int(max(min(self._next, done), forgotten + 1, done - self._most_steps))
+        self._next = min(self._next, done)  # later steps are undone
+        first = int(max(self._next, forgotten + 1, done - self._most_steps))
         groups = await self._groups(first, done) if first < done else {}
         for step in range(first, done):
             try:

@@ -10,7 +10,7 @@ from slipstream.learner.models.reproducibility import weights_checksum
 from slipstream.learner.parallel.mesh import World
 
 
-def model(*, dtype: torch.dtype = torch.float32) -> nn.Module:
+def model(*, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
 
@@ -34,9 +34,9 @@ def negate_zero(weight: Tensor) -> None:
 def test_any_changed_bit_changes_the_checksum(change: Callable[[Tensor], None], world: World) -> None:
     changed, same = model(), model()
     for each in (changed, same):
-        each[0].weight.data[0, 0] = 0.0
+        each[0].get_parameter("weight").data[0, 0] = 0.0
     with torch.no_grad():
-        change(changed[0].weight)
+        change(changed[0].get_parameter("weight"))
     assert weights_checksum([("a", same)], world) != weights_checksum([("a", changed)], world)
 
 
@@ -48,7 +48,7 @@ def test_only_trained_weights_and_their_names_count(world: World) -> None:
     assert len({*checksums, weights_checksum([("b", model())], world)}) == 4
     assert weights_checksum([("a", model())], world) == checksums[0]
     with torch.no_grad():
-        frozen[1].weight += 1
+        frozen[1].get_parameter("weight").add_(1)
     assert weights_checksum([("a", frozen)], world) == checksums[2]
 
 

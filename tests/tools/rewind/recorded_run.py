@@ -57,7 +57,7 @@ def make_config(folder: Path, redis_url: str, name: str, **sections: Mapping[str
     """A small run; keyword arguments change keys of sections."""
     address = f"tcp://127.0.0.1:{free_port()}"
     ports = {name: free_port() for name in ("control_port", "store_port", "stream_port")}
-    tree = {
+    tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder)},
         "redis": {"url": redis_url},
         **{section: {**keys} if isinstance(keys, dict) else keys for section, keys in SETTINGS.items()},
