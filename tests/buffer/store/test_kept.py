@@ -81,10 +81,11 @@ async def test_restarted_service_continues(store: Ledger, make_keeper: MakeKeepe
     first, keeper = await train(store, 0), make_keeper()
     await keeper.keep()
     second = await train(store, 1)
-    (keeper.folder.root / ".step-000000002-0000.zst.1").write_bytes(b"half")
+    (keeper.folder.root / ".step-000000002-0000.zst").write_bytes(b"half")
     restarted = make_keeper()
     await restarted.keep()
     assert files(restarted) == {1: bytes_of(first), 2: bytes_of(second)}
+    assert len([*keeper.folder.root.iterdir()]) == 2
 
 
 async def test_undone_steps_are_written_again(store: Ledger, make_keeper: MakeKeeper) -> None:
