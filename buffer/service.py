@@ -185,6 +185,7 @@ class BufferService:
                 self._grant_leases(),
                 self._run_on(self._may_issue, self._grant_tickets),
                 self._spill_regularly(),
+                self._forget_regularly(),
             )
         ]
         try:
@@ -245,8 +246,12 @@ class BufferService:
     async def _answer_learners(self) -> None:
         while True:
             request = await self._requests.get()
+            if isinstance(request.message, m.Finish):  # the service may be stopped once it is answered
+                await self._through_outages(self._keeper.keep())
             await self._through_outages(self._learner.answer(request.peer, request.message))
-            if isinstance(request.message, m.Trained | m.LearnerHello):
+            if isinstance(request.message, m.LearnerHello):
+                self._keeper.undo(request.message.step)
+            if isinstance(request.message, m.Trained):
                 self._may_spill.set()
             self._wake()
 
@@ -274,10 +279,15 @@ class BufferService:
                 async with asyncio.timeout_at(upkeep_at):
                     await self._may_spill.wait()
             self._may_spill.clear()
-            await self._through_outages(self._keeper.keep())
             await self._through_outages(self._spiller.spill())
             if _now() >= upkeep_at and await self._through_outages(self._spiller.remove_unreferenced()):
                 upkeep_at = _now() + SPILL_UPKEEP_S
+
+    async def _forget_regularly(self) -> None:
+        while True:
+            if await self._through_outages(self._keeper.keep()):
+                await self._through_outages(self.ledger.trim())
+            await asyncio.sleep(SWEEP_S)
 
     async def _run_on(self, woken: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -316,7 +326,6 @@ class BufferService:
         check_silence = now >= self._silence_counts_from
         silences_s = self.fleet.silences_s(now)
         swept = await self.ledger.sweep(silent_s=deadline_s if check_silence else None, silences_s=silences_s)
-        await self.ledger.trim()
         if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
                 "deadlines passed",

@@ -17,7 +17,7 @@ from slipstream.buffer.store.redis import Scripts, portions
 from slipstream.buffer.store.spill import FILE_BYTES, MOST_GROUPS, RETRY_S, TRANSFER_BYTES, SpillFolder
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.files import DISK_FULL_ERRNOS, fsync_path, write_atomically
+from slipstream.configs.runtime.files import DISK_FULL_ERRNOS, PARTIAL
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.kept")
@@ -46,13 +46,28 @@ class KeptGroups:
         names = (re.fullmatch(r"step-(\d+)-\d+\.zst", path.name) for path in self.root.glob("step-*.zst"))
         return sorted({int(name[1]) for name in names if name})
 
-    def write(self, step: int, part: int, blobs: Mapping[str, bytes]) -> int:
-        """Writes a part of a step's groups, in place of an earlier one; returns its size in bytes. Raises: OSError."""
-        if not self.root.is_dir():
-            self.root.mkdir(parents=True, exist_ok=True)
-            fsync_path(self.root.parent)
-        compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
-        return write_atomically(self._part(step, part), [compressor.compress(msgspec.msgpack.encode(blobs))])
+    def write(self, step: int, part: int, blobs: Mapping[str, bytes], *, last: bool = True) -> int:
+        """Writes a part of a step's groups, in place of an earlier one; returns its size in bytes. Raises: OSError.
+
+        Args:
+            last: further parts, of an earlier writing, are removed.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        packed = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True).compress(
+            msgspec.msgpack.encode(blobs)
+        )
+        path = self._part(step, part)
+        incomplete = path.with_name(f"{PARTIAL}{path.name}")
+        try:
+            # Without fsync, which would take longer than the rest: a power failure may cost the latest steps' groups,
+            # and their files have checksums.
+            incomplete.write_bytes(packed)
+            incomplete.rename(path)
+        finally:
+            incomplete.unlink(missing_ok=True)
+        if last:
+            self.remove(step, from_part=part + 1)
+        return len(packed)
 
     def read(self, step: int) -> dict[str, bytes]:
         """The bytes of a step's groups by id; none if it is not kept. Raises: KeptGroupsError for a damaged file."""
@@ -82,7 +97,7 @@ class KeptGroups:
 class Keeper:
     """Writes the groups of each trained step into the folder, before the ledger forgets them.
 
-    For one task. A step of which a group was forgotten before is left out.
+    A step of which a group was forgotten before is left out.
 
     Attributes:
         errors: number of times that a file could not be written, and of steps that were left out.
@@ -102,22 +117,34 @@ class Keeper:
         self._next = max([step - 1 for step in self.folder.steps()[-1:]], default=0)
         self._retry_at = float("-inf")
         self._failing = False
+        self._lock = asyncio.Lock()
+
+    def undo(self, step: int) -> None:
+        """A learner starts after `step` steps: later ones are written again."""
+        self._next = min(self._next, step)
 
     async def keep(self) -> None:
         """Writes the steps that were trained since, and removes those beyond the limit.
 
         If a file can't be written, it is tried again later.
         """
-        if not self._most_steps or time.monotonic() < self._retry_at:
-            return
+        async with self._lock:
+            if self._most_steps and time.monotonic() >= self._retry_at:
+                await self._keep()
+
+    async def _keep(self) -> None:
         known: list[Any] = await self._redis.hmget(f"{self._prefix}:meta", ["next_step", "forgotten_step"])
         done, forgotten = int(known[0] or 0), int(-1 if known[1] is None else known[1])
-        first = int(max(min(self._next, done), forgotten + 1, done - self._most_steps))
-        groups = await self._groups(first, done) if first < done else {}
+        self._next = min(self._next, done)  # Redis was flushed, or has lost its latest seconds
+        first = int(max(self._next, forgotten + 1, done - self._most_steps))
+        if first >= done:
+            return
+        groups = await self._groups(first, done)
+        sizes = await self._sizes([group_id for ids in groups.values() for group_id in ids])
         for step in range(first, done):
             try:
-                if step in groups:
-                    await self._write(step + 1, groups[step])
+                if step in groups and self._most_steps:
+                    await self._write(step + 1, groups[step], sizes)
             except OSError as error:
                 self._write_failed(error)
                 return
@@ -145,24 +172,26 @@ class Keeper:
                     groups[step].append(group_id.decode())
         return groups
 
-    async def _write(self, step: int, ids: Sequence[str]) -> None:
-        """Writes the groups of a step, unless one was forgotten or they are too large. Raises: OSError."""
+    async def _sizes(self, ids: Sequence[str]) -> dict[str, int]:
+        """Bytes of groups. Those in spill files count as large, so that few of them are in memory at once."""
         pipeline = self._redis.pipeline(transaction=False)
         for group_id in ids:
             pipeline.strlen(self._key(group_id))
-        # Those of size 0 are in spill files: counted as large, so that few of them are in memory at once.
-        sizes = {group_id: size or TRANSFER_BYTES for group_id, size in zip(ids, await pipeline.execute(), strict=True)}
-        parts, size_bytes = 0, 0
-        for some in portions(ids, sizes.__getitem__, most=len(ids), most_bytes=FILE_BYTES):
+        sizes: list[Any] = await pipeline.execute()
+        return {group_id: size or TRANSFER_BYTES for group_id, size in zip(ids, sizes, strict=True)}
+
+    async def _write(self, step: int, ids: Sequence[str], sizes: Mapping[str, int]) -> None:
+        """Writes the groups of a step, unless one was forgotten or they are too large. Raises: OSError."""
+        parts = [*portions(ids, sizes.__getitem__, most=len(ids), most_bytes=FILE_BYTES)]
+        size_bytes = 0
+        for number, some in enumerate(parts):
             blobs = await self._blobs(some, sizes)
             if len(blobs) < len(some):
                 await asyncio.to_thread(self.folder.remove, step)
                 self.errors += 1
                 log.warning("groups of a step are not kept: some were forgotten before", step=step, groups=len(ids))
                 return
-            size_bytes += await asyncio.to_thread(self.folder.write, step, parts, blobs)
-            parts += 1
-        await asyncio.to_thread(self.folder.remove, step, from_part=parts)
+            size_bytes += await asyncio.to_thread(self.folder.write, step, number, blobs, last=some is parts[-1])
         self._failing = False
         if size_bytes > self._most_step_bytes:
             await asyncio.to_thread(self.folder.remove, step)
@@ -179,10 +208,9 @@ class Keeper:
         for some in portions(ids, sizes.__getitem__, most=MOST_GROUPS, most_bytes=TRANSFER_BYTES):
             found: list[Any] = await self._redis.mget([self._key(group_id) for group_id in some])
             blobs |= {group_id: blob for group_id, blob in zip(some, found, strict=True) if blob is not None}
-        elsewhere = [group_id for group_id in ids if group_id not in blobs]
-        for record in await self._reader.groups(elsewhere):
-            if record is not None and record.blob is not None:
-                blobs[record.id] = record.blob
+        if elsewhere := [group_id for group_id in ids if group_id not in blobs]:
+            found = await self._reader.groups(elsewhere)
+            blobs |= {record.id: record.blob for record in found if record is not None and record.blob is not None}
         return blobs
 
     def _remove_before(self, step: float) -> None:

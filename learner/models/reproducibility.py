@@ -1,6 +1,5 @@
 """Reproducibility of training: a checksum of the weights, and the surroundings that the last bits depend on."""
 
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -53,23 +52,19 @@ def _processor() -> str:
 
 
 @torch.no_grad()
-def weights_checksum(models: Iterable[tuple[str, nn.Module]], world: World) -> str:
+def weights_checksum(models: Iterable[nn.Module], world: World) -> str:
     """Checksum of all parameters that are trained, 16 hexadecimal digits, the same on all ranks; a collective.
 
-    The sum, modulo 2^64, of the squares of the parameters' bits as integers, each parameter's times a number that its
-    name determines. A square, because errors of rounding in both directions would cancel in a sum. The work is one pass
-    over the weights, on their device; nothing but the sum is copied from there.
-
-    Args:
-        models: with their names.
+    The sum of the squares of their bits as integers, modulo 2^64: it does not depend on how they are sharded, and takes
+    one pass over the weights on their device. A square, because errors of rounding in both directions would cancel in a
+    sum. Weights that change places are not noticed.
     """
-    total = torch.zeros((), dtype=torch.int64, device=world.device)
-    for model_name, model in models:
-        for name, parameter in model.named_parameters():
+    parts = [torch.zeros((), dtype=torch.int64, device=world.device)]
+    for model in models:
+        for parameter in model.parameters():
             if parameter.requires_grad and (shard := _own_shard(parameter.detach(), world)) is not None:
-                factor = 2 * zlib.crc32(f"{model_name}.{name}".encode()) + 1
-                total += (_sum_of_squares(shard) * factor).to(world.device)
-    return f"{int(world.sum_of_all(total)) & (1 << 64) - 1:016x}"
+                parts += _sums_of_squares(shard, world.device)
+    return f"{int(world.sum_of_all(torch.stack(parts).sum())) & (1 << 64) - 1:016x}"
 
 
 def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
@@ -82,10 +77,9 @@ def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
     return parameter.to_local()
 
 
-def _sum_of_squares(shard: Tensor) -> Tensor:
+def _sums_of_squares(shard: Tensor, device: torch.device) -> list[Tensor]:
+    """Sums of squares of the elements' bits, in portions, modulo 2^64."""
     bits = shard.contiguous().view(-1).view(_BITS[shard.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for chunk in bits.split(_CHUNK):
-        wide = chunk.to(torch.int64)
-        total += (wide * wide).sum()
-    return total
+    portions = [bits] if bits.numel() <= _CHUNK else bits.split(_CHUNK)
+    widened = (portion.to(torch.int64, copy=True) for portion in portions)
+    return [wide.mul_(wide).sum().to(device) for wide in widened]

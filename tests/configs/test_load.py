@@ -1,11 +1,13 @@
 """Loading of YAML files, `extends`, and `key.path=value` overrides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.configs.load import dump_config, load_config, read_tree
+from slipstream.configs.load import dump_config, load_config, override_config, read_tree
+from slipstream.configs.runtime.errors import ConfigError
 from tests.configs.conftest import DEMO, problems_of, require_problem
 
 Write = Callable[[str, str], Path]
@@ -135,6 +137,23 @@ def test_last_override_wins_and_values_are_yaml() -> None:
     config = load_config(DEMO, overrides)
     assert (config.learner.steps, config.env.options, config.redis.url) == (70, {"operation": "copy"}, None)
     assert load_config(DEMO, ["env.options.length=4"]).env.options["length"] == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "loss"),
+    [
+        ("learner.loss=cispo", {"name": "cispo", "entropy_bonus": 0.05}),
+        ("learner.loss.name=gspo", {"name": "gspo", "entropy_bonus": 0.05, "clip_low": 3e-4}),
+        ("learner.loss.clip_low=0.1", {"name": "ppo", "entropy_bonus": 0.05, "clip_low": 0.1}),
+    ],
+)
+def test_other_name_keeps_what_was_set(override: str, loss: Mapping[str, Any]) -> None:
+    config = load_config(DEMO)
+    changed = override_config(config, [override])
+    assert changed.learner.loss.model_dump().items() >= loss.items()
+    assert changed.model_dump(exclude={"learner": {"loss"}}) == config.model_dump(exclude={"learner": {"loss"}})
+    with pytest.raises(ConfigError, match="learner\\.los"):
+        override_config(config, ["learner.los=ppo"])
 
 
 @pytest.mark.parametrize(

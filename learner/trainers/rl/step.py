@@ -252,7 +252,7 @@ class TrainStep:
 
     def checksum(self) -> str:
         """Checksum of all weights that are trained; a collective."""
-        return weights_checksum([(name, model) for name, (model, _) in self.trained.items()], self.world)
+        return weights_checksum([model for model, _ in self.trained.values()], self.world)
 
     @property
     def _pretrain_steps(self) -> int:

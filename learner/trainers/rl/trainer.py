@@ -157,18 +157,7 @@ class RLTrainer(Trainer[StepData]):
             if self.root is not None:
                 self.root.reporter.continued(self.state.step, self.state.version)
         latest = self._latest_version()
-        checksum = self.train_step.checksum()
-        if self.root is not None:
-            append_record(
-                self.config.paths.steps,
-                StartRecord(
-                    time_s=time.time(),
-                    step=self.state.step,
-                    checksum=checksum,
-                    config=self.config.model_dump(mode="json"),
-                    surroundings=Surroundings.here(ranks=self.world.size, device=self.world.device),
-                ),
-            )
+        self._record_start()
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
         elif self.root is not None:  # an earlier start of the run may have had one
@@ -201,36 +190,34 @@ class RLTrainer(Trainer[StepData]):
         done = self.state.step + 1
         if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        train_step, unpublished_steps = self.train_step, self.state.step - self.published_step
-        kl_coefficient = None if train_step.kl is None else train_step.kl.value
+        unpublished_steps = self.state.step - self.published_step
+        kl_coefficient = None if self.train_step.kl is None else self.train_step.kl.value
         if self.root is None:
-            metrics = train_step.run(batch, unpublished_steps=unpublished_steps)
+            metrics = self.train_step.run(batch, unpublished_steps=unpublished_steps)
         else:
             chosen = choose(batch.trajectories, seed=done)
             traced = ActionTrace({row: batch.trajectories[row] for row in chosen.values()})
             try:
-                metrics = train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
+                metrics = self.train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
             finally:  # also when the step shows that training diverged
                 self.root.samples.keep(
                     "step", done, batch.trajectories, batch.sources, chosen=chosen, actions=traced.columns()
                 )
-        checksum = train_step.checksum()
+        checksum = self.train_step.checksum()
         if self.root is not None and batch.lease is not None:
-            append_record(
-                self.config.paths.steps,
-                StepRecord(
-                    step=done,
-                    groups=batch.lease.ids,
-                    importance_weights=batch.lease.importance_weights,
-                    oldest_version=batch.lease.oldest_version,
-                    staleness=batch.lease.staleness,
-                    consuming_version=batch.consuming_version,
-                    unpublished_steps=unpublished_steps,
-                    lr_scale=train_step.lr_scale,
-                    kl_coefficient=kl_coefficient,
-                    checksum=checksum,
-                ),
+            record = StepRecord(
+                step=done,
+                groups=batch.lease.ids,
+                importance_weights=batch.lease.importance_weights,
+                oldest_version=batch.lease.oldest_version,
+                staleness=batch.lease.staleness,
+                consuming_version=batch.consuming_version,
+                unpublished_steps=unpublished_steps,
+                lr_scale=self.train_step.lr_scale,
+                kl_coefficient=kl_coefficient,
+                checksum=checksum,
             )
+            append_record(self.config.paths.steps, record)
         return metrics
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
@@ -414,6 +401,18 @@ class RLTrainer(Trainer[StepData]):
             self.train_step.kl.restore(self.state.kl_coefficient)
         if self.throttle is not None and self.state.throttle:
             self.throttle.restore(self.state.throttle)
+
+    def _record_start(self) -> None:
+        """Records settings and surroundings of the steps that follow; a collective."""
+        start = StartRecord(
+            time_s=time.time(),
+            step=self.state.step,
+            checksum=self.train_step.checksum(),
+            config=self.config.model_dump(mode="json"),
+            surroundings=Surroundings.here(ranks=self.world.size, device=self.world.device),
+        )
+        if self.root is not None:
+            append_record(self.config.paths.steps, start)
 
     def _latest_version(self) -> int:
         """The buffer's latest policy version, on all ranks; announces this learner."""

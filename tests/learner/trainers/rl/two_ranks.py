@@ -252,6 +252,7 @@ def run_rank(rank: int, folder: Path) -> None:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
     results: dict[str, object] = {**refusals(folder, saved, train_step), "settings apart": settings_apart}
     value = {"rank": world.rank, "text": "x" * (1 + 1000 * world.rank), "none": None}
+    results["checksum"] = train_step.checksum()
     results["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
     for name in ("groups", "nowhere", "changed"):
         path = config.model.path if world.is_root and name != "groups" else folder / name
