@@ -61,6 +61,6 @@ def readings(
     yield Reading("buffer_server_capacity", "groups that a server can hold", capacity, "server")
     held = {server: float(len(each.held)) for server, each in credits.items()}
     yield Reading("buffer_server_tickets", "tickets that a server holds", held, "server")
-    calls = {work: float(n) for work, n in timer.calls.items()}
+    calls = {work: float(n) for work, n in dict(timer.calls).items()}
     yield Reading("buffer_calls", "calls of the ledger by kind of work", calls, "work", counts=True)
     yield Reading("buffer_call_seconds", "time of these calls", dict(timer.seconds), "work", counts=True)

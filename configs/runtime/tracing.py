@@ -14,13 +14,13 @@ import secrets
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -42,6 +42,8 @@ PREFIX: Final = "slipstream."
 MOST_WAITING: Final = 20_000
 """Spans that wait to be written; beyond that, new ones are dropped and counted."""
 SPANS_PER_LINE: Final = 512
+MOST_CHARACTERS: Final = 500
+"""Of an attribute's text."""
 FILE_BYTES: Final = 256 << 20
 """Size at which a file is renamed, in place of the one that was renamed before."""
 INTERVAL_S: Final = 0.5
@@ -145,7 +147,7 @@ def start_tracing(target: str | None, folder: Path, *, run: str, process: str, i
         run: name of the run, from which ids follow.
         instance: unique name of the process; empty: `process`.
     """
-    global _tracer  # noqa: PLW0603  (one for each process, as for loggers)
+    global _tracer  # noqa: PLW0603  (one for each process)
     if target is None:
         return
     resource: dict[str, Value] = {
@@ -286,14 +288,20 @@ def _attributes(values: Mapping[str, Value], *, prefix: str) -> list[dict[str, A
 def _value(value: Value) -> dict[str, Any]:
     match value:
         case str():
-            return {"stringValue": value}
+            return {"stringValue": _text(value)}
         case bool():
             return {"boolValue": value}
         case int():
             return {"intValue": str(value)}
         case float():
             return {"doubleValue": value}
-    return {"arrayValue": {"values": [{"stringValue": each} for each in value]}}
+    return {"arrayValue": {"values": [{"stringValue": _text(each)} for each in value]}}
+
+
+def _text(value: str) -> str:
+    """The text as JSON can hold it: a policy chooses the names of the tools that it calls."""
+    shown = value[:MOST_CHARACTERS]
+    return shown if shown.isascii() else shown.encode(errors="replace").decode()
 
 
 class _SpanFile:
@@ -325,8 +333,11 @@ class _Collector:
         """Sends spans. Raises: OSError when the collector is away, or refuses."""
         headers = self._headers | {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, line, headers)
-        with urllib.request.urlopen(request, timeout=EXPORT_S) as answer:
-            answer.read()
+        try:
+            with urllib.request.urlopen(request, timeout=EXPORT_S) as answer:
+                answer.read()
+        except HTTPException as error:  # no valid answer
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

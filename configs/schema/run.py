@@ -4,8 +4,9 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
@@ -215,12 +216,19 @@ def _listen_address(value: Any) -> Any:
     return f"{host or '127.0.0.1'}:{port}"
 
 
-TraceTarget = Annotated[str, Field(pattern=r"^(file|https?://.+)$")]
+def _trace_target(value: str | None) -> str | None:
+    """Raises: ValueError for what is neither `file` nor an address."""
+    if value in (None, "file"):
+        return value
+    address = urlsplit(value)
+    if address.scheme not in ("http", "https") or not address.hostname or address.port == 0:
+        raise ValueError(f"{value!r} is neither `file` nor an address such as http://localhost:4318")
+    return value
 
 
 def _off_is_unset(value: Any) -> Any:
-    """YAML takes `off` for false."""
-    return None if value is False else value
+    """Other readers of YAML than ours take `off` for false."""
+    return None if value is False or value == "off" else value
 
 
 class TrackingConfig(Section):
@@ -245,7 +253,7 @@ class TrackingConfig(Section):
     """Also log to TensorBoard."""
     trackio: TrackioConfig | None = None
     """Also log to Trackio."""
-    trace: Annotated[TraceTarget | None, BeforeValidator(_off_is_unset)] = None
+    trace: Annotated[str | None, BeforeValidator(_off_is_unset), AfterValidator(_trace_target)] = None
     """`file`: each process writes spans of its work into the run folder's traces/, for `slipstream trace`. An address,
     such as `http://localhost:4318`: an OTLP collector gets them too. Unset or `off`: no spans."""
     prometheus: Annotated[str | None, BeforeValidator(_listen_address)] = None

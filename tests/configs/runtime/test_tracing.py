@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
-from google.protobuf import json_format
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from structlog.testing import capture_logs
 
 from slipstream.configs.runtime import tracing
@@ -59,7 +58,7 @@ def test_ids_follow_from_the_subject_and_children_from_the_task(tmp_path: Path) 
 
         asyncio.run(both())
         with span("store", groups=["17", "18"]):
-            record("late", 5, 9, of=("group", "17"), share=0.5)
+            record("late", 5, 9, of=("group", "17"), tool="\ud800" + "x" * 10_000)
         with pytest.raises(KeyError), span("fails", of=("version", 3)):
             raise KeyError
 
@@ -71,7 +70,7 @@ def test_ids_follow_from_the_subject_and_children_from_the_task(tmp_path: Path) 
         ("generate", root, {"samples": 1}),
         ("generate", root, {"samples": 2}),
         ("group", "", {"server": "server-1", "group": "17", "tokens": 7}),
-        ("late", root, {"share": 0.5, "group": "17"}),
+        ("late", root, {"tool": "?" + "x" * 499, "group": "17"}),
     ]
     assert all(each.start_s <= each.end_s and each.process == "server-1" for each in spans)
     store, fails = (next(each for each in spans if each.name == name) for name in ("store", "fails"))
@@ -87,8 +86,10 @@ def test_lines_are_requests_of_otlp(tmp_path: Path) -> None:
 
     recorded(tmp_path, work)
     (line,) = (tmp_path / "rollout.jsonl").read_text().splitlines()
+    protocol: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    json_format: Any = pytest.importorskip("google.protobuf.json_format")
     # OTLP has ids in hexadecimal digits, where other JSON of protobuf has base64: both are letters and digits.
-    request = json_format.Parse(line, ExportTraceServiceRequest())
+    request = json_format.Parse(line, protocol.ExportTraceServiceRequest())
     (resource,) = request.resource_spans
     assert {each.key for each in resource.resource.attributes} >= {"service.name", "service.instance.id", "host.name"}
     (over,) = resource.scope_spans[0].spans

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from slipstream.buffer.wire import codec
+from slipstream.configs.runtime import tracing
 from slipstream.configs.schema.rollout import EpisodeConfig
 from slipstream.configs.schema.run import EnvConfig, ToolConfig
 from slipstream.env.base import Observation
@@ -70,6 +71,27 @@ async def test_unavailable_tool_fails_the_group_with_its_reason(model: Path) -> 
     with pytest.raises(EpisodeFailed, match="the shop is closed") as caught:
         await player.play("train", 0, samples=1)
     assert caught.value.reason == "env_error"
+
+
+async def test_spans_of_an_episode_nest(model: Path, tmp_path: Path) -> None:
+    """Also those of its tools, which run in the thread of the sessions."""
+    env = build_env(EnvConfig(options={"operation": "add"}, tools=(ToolConfig(name="calculator"),)))
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call><|im_end|>'
+    engine = Scripted([chat_answer(Tokenizer(model), text) for text in (call, "42<|im_end|>")])
+    player = build_player(run_config(model, sampling={"max_tokens": 1000}), model, engine, env=env)
+    tracing.start_tracing("file", tmp_path, run="a-run", process="rollout")
+    try:
+        with tracing.span("group", of=("group", "1"), root=True):
+            await player.play("train", 0, samples=1)
+    finally:
+        tracing.stop_tracing()
+    spans = {span.span_id: span for span in tracing.read_spans(tmp_path)}
+    nested = sorted((span.name, spans[span.parent].name) for span in spans.values() if span.parent)
+    steps = [("env step", "episode"), ("env step", "episode"), ("episode", "group")]
+    assert nested == [*steps, *[("generate", "episode")] * 2, ("rewards", "group"), ("tool", "env step")]
+    (tool,) = (span for span in spans.values() if span.name == "tool")
+    assert tool.attributes == {"tool": "calculator"}
+    assert {span.trace for span in spans.values()} == {tracing.derived_ids("a-run", "group", "1")[0]}
 
 
 # --- tools in a system message, in the format that the parser of answers expects --------------------------------------
