@@ -118,7 +118,7 @@ class Dashboard:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._samples = Samples()
+        self._samples = Samples(runs)
         self._ledgers = Ledgers()
         self._feeds: dict[str, Feed] = {}
 
