@@ -175,7 +175,7 @@ def _measure(folder: Path) -> None:
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else _resident_bytes("VmHWM") - before,
         process_bytes=_resident_bytes("VmHWM"),
         tokens=sum(case.lengths),
-        flops=sum(map(cost.flops, case.lengths)),
+        flops=figures["flops"],
         matrix_flops_per_s=matrix,
         ranks=world.size,
         figures=figures,

@@ -9,6 +9,7 @@ from slipstream.configs.runtime.errors import ConfigError
 
 VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images are played and trained on."""
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _PLACEHOLDERS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -57,6 +58,11 @@ def placeholder_tokens(model: Path | Mapping[str, Any]) -> tuple[int, ...]:
     if config.get("model_type") not in VISION_FAMILIES:
         return ()
     return tuple(sorted(config[key] for key in _PLACEHOLDERS if isinstance(config.get(key), int)))
+
+
+def expert_count(text: Any) -> int:
+    """Number of a layer's experts, of the text part of a transformers config; 0 without any."""
+    return next((count for name in _EXPERTS if (count := getattr(text, name, None))), 0)
 
 
 def router_sizes(module: Any) -> tuple[int, int] | None:

@@ -18,10 +18,13 @@ from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import CERTAIN, DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.configs.schema.buffer import BufferConfig
+from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.models.folder import model_fingerprint
+from slipstream.models.gpus import visible_gpus
 from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
+from slipstream.rollout_servers.engines.base import Pressure
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
@@ -104,6 +107,11 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
     )
 
 
+def engine_gpus(engine: EngineConfig) -> list[str]:
+    """Identities of the GPUs that an engine uses, of those that this process may use."""
+    return [gpu.id for gpu in visible_gpus()[: engine.gpus]]
+
+
 async def require_accepted(buffer: BufferConfig, security: SecurityConfig, name: str, hello: m.ServerHello) -> None:
     """Sends a hello and a goodbye, before the engine is loaded; no answer within CHECK_S counts as acceptance.
 
@@ -162,6 +170,8 @@ class RolloutServer:
         self._first = FirstFailures()
         self._hold = EvaluationHold(hold_s=config.eval_hold_s)
         self._limiter = ConcurrencyLimiter.of(config.rollout)
+        self._pressure: Pressure | None = None
+        self._gpus = engine_gpus(config.rollout.engine)
         self._report = asyncio.Event()
         self._leaving = asyncio.Event()
         self._settled = asyncio.Event()
@@ -342,7 +352,7 @@ class RolloutServer:
         """Adapts the server's credits to the load of its engine; during an evaluation that is not the groups'."""
         while True:
             await asyncio.sleep(PRESSURE_INTERVAL_S)
-            pressure = await self._engine.pressure()
+            self._pressure = pressure = await self._engine.pressure()
             if self._hold.evaluating:
                 self._limiter.pause()
                 continue
@@ -355,6 +365,8 @@ class RolloutServer:
     def _credits(self) -> m.Credits:
         # While the engine restarts, groups would only wait here: other servers can play them.
         capacity = self._limiter.limit if self._engine.ready and not self.is_leaving else 0
+        pressure = self._pressure if self._engine.ready else None
+        update = self._follower.last_update
         status = m.ServerStatus(
             server=self._name,
             version=self._engine.version,
@@ -364,6 +376,12 @@ class RolloutServer:
             groups_limit=self._limiter.limit,
             engine_deaths=self._engine.crashes,
             requests_restarted=self._engine.requests_restarted,
+            kv_cache_use=None if pressure is None else pressure.kv_cache_usage,
+            running=None if pressure is None else pressure.running,
+            waiting=None if pressure is None else pressure.waiting,
+            stall_s=None if update is None else update.stall_s,
+            update_s=None if update is None else update.took_s,
+            gpus=self._gpus,
         )
         tickets = self._tickets
         return m.Credits(capacity=capacity, status=status, held=tickets.held, sampled=tickets.sampled)

@@ -35,6 +35,9 @@ SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
         ("evaluation", "{eval_s:.1f} s, while training went on"),
         ("per step", "{step_s_median:.3f} s (median)"),
         ("tokens", "{tokens_generated:,.0f} generated, {tokens_trained:,.0f} trained"),
+        ("rate", "{tokens_trained_per_s:,.0f} tokens/s trained"),
+        ("GPUs", "MFU {mfu:.1%}, {tokens_per_gpu_s:,.0f} tokens/s per GPU, {power_w:.0f} W"),
+        ("cost", "{cost_per_million_tokens:.4g} per million trained tokens"),
         ("idle", "learner {learner_idle_fraction:.0%}, generator {generator_idle_fraction:.0%}"),
         ("weight sync", "mean {weight_sync_s.mean:.3f} s, max {weight_sync_s.max:.3f} s"),
         ("generation stall", "mean {generation_stall_s.mean:.3f} s, max {generation_stall_s.max:.3f} s"),
@@ -46,6 +49,8 @@ SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     ),
 )
 """Sections of the table: rows of a label and a template over the (dotted) keys of the summary."""
+IF_KNOWN = ("GPUs", "cost")
+"""Rows that a run without a GPU, or without a price, does not have."""
 MIN_COLUMNS = 60
 BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6b7280"
 Points = tuple[list[float], list[float]]
@@ -130,7 +135,9 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
     table.add_column()
     for section in SECTIONS:
         for name, template in section:
-            table.add_row(name, _filled(template, summary))
+            content = _filled(template, summary)
+            if content != MISSING or name not in IF_KNOWN:
+                table.add_row(name, content)
         table.add_section()
     table.add_row("groups", _group_counts(summary.get("groups") or {}))
     if "uploads" in summary:

@@ -15,6 +15,7 @@ from benchmarks.fit import MODEL
 from benchmarks.gpu.results import CUDA, DEVICE, DTYPE, TINY, WORK, attempt, save, synchronise
 from benchmarks.step import Case, matrix_flops_per_s, shape, step_data, write_model
 from slipstream.learner.data.balance import SequenceCost
+from slipstream.learner.models.flops import peak_flops_per_s
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
@@ -23,8 +24,6 @@ from slipstream.learner.trainers.rl.step import TrainStep
 FILE = "learner.json"
 STEP_TOKENS = 256 if TINY else 32_768
 """Of a step, in micro-batches of one answer each; of a longer answer, one."""
-PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 products, by what a card's name contains; from its data sheet."""
 PEERS = {
     "Qwen3-0.6B, 16384": 11_900, "Qwen3-0.6B, 65536": 10_150, "Qwen3-4B with LoRA, 16384": 6_230,
 }  # fmt: skip
@@ -74,7 +73,7 @@ def _measure(name: str, case: Case, train_step: TrainStep, world: World, speed: 
         synchronise()
         durations_s.append(time.perf_counter() - began)
     tokens_per_s = sum(case.lengths) / median(durations_s)
-    flops_per_s = sum(map(cost.flops, case.lengths)) / median(durations_s)
+    flops_per_s = figures["flops"] / median(durations_s)
     result = {
         "tokens_per_s": tokens_per_s, "step_s": median(durations_s), "micro_batches": len(case.lengths),
         "mfu": _share_of_peak(flops_per_s), "share_of_matrix_product": flops_per_s / speed,
@@ -87,8 +86,8 @@ def _measure(name: str, case: Case, train_step: TrainStep, world: World, speed: 
 
 
 def _share_of_peak(flops_per_s: float) -> float | None:
-    card = torch.cuda.get_device_name() if CUDA else ""
-    return next((flops_per_s / peak for name, peak in PEAK_FLOPS_PER_S.items() if name in card), None)
+    peak = peak_flops_per_s(torch.cuda.get_device_name() if CUDA else "", str(DTYPE)[6:])
+    return None if peak is None else flops_per_s / peak
 
 
 def _waits(call: Any) -> dict[str, int]:

@@ -67,6 +67,7 @@ small elements, becomes in memory."""
 MOST_SPANS: Final = 1 << 16
 MOST_IMAGES: Final = 1 << 14
 MOST_TASKS: Final = 1024
+MOST_GPUS: Final = 1024
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -219,6 +220,18 @@ class ServerStatus(Record, frozen=True):
     """Restarts of its engine."""
     requests_restarted: int = 0
     """Requests that restarted at their first token after a crash of the engine."""
+    kv_cache_use: float | None = None
+    """Used share of the engine's KV cache, from 0 to 1; None, as the next two: the engine has not reported it."""
+    running: int | None = None
+    """Answers that are being generated."""
+    waiting: int | None = None
+    """Answers that are not, for want of room."""
+    stall_s: float | None = None
+    """Pause of generation in the last update of the weights; None, as the next: there was none."""
+    update_s: float | None = None
+    """Time of that update, from its announcement until the engine had it."""
+    gpus: Annotated[list[Name], msgspec.Meta(max_length=MOST_GPUS)] = []
+    """Identities of the GPUs that its engine uses."""
 
 
 class LedgerCounts(Record, frozen=True):

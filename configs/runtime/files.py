@@ -15,8 +15,12 @@ PARTIAL = "."
 """Prefix of the names of incomplete files."""
 
 
-def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
-    """Writes a file that others see complete or not at all, and fsyncs it; returns its size. Raises: OSError."""
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, durable: bool = True) -> int:
+    """Writes a file that others see complete or not at all; returns its size. Raises: OSError.
+
+    Args:
+        durable: fsync it, which may take long: of a file that is soon written anew a power loss may cost the content.
+    """
     temporary = path.with_name(f"{PARTIAL}{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -24,11 +28,13 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
                 file.write(piece)
             size = file.tell()
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_path(path.parent)
+    if durable:
+        fsync_path(path.parent)
     return size
 
 

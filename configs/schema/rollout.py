@@ -1,9 +1,11 @@
 """Rollout servers: engine, sampling, concurrency."""
 
-from typing import Annotated, Any, Literal
+from math import prod
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.weights import direct_transport
 
@@ -53,6 +55,13 @@ class EpisodeConfig(Section):
     unfinished episode is lost."""
 
 
+GPUS_OF_AN_ENGINE: Final = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("tp_size", "pp_size", "dp_size"),  # SGLang's other names
+)
+"""Options of engines whose product is the number of their GPUs."""
+
+
 class EngineConfig(Section):
     """The inference engine inside a rollout server."""
 
@@ -77,6 +86,19 @@ class EngineConfig(Section):
     give_up_after: int = Field(default=5, ge=0)
     """Crashes in a row, without an answer in between, after which the server exits instead of restarting the engine; 0:
     the first one."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that one engine uses. Raises: ConfigError when an option is no number of GPUs."""
+        sizes = [(name, self.options[name]) for name in GPUS_OF_AN_ENGINE if name in self.options]
+        problems = [
+            f"rollout.engine.options.{name}={size!r} must be a whole number from 1"
+            for name, size in sizes
+            if not isinstance(size, int) or size < 1
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return prod(size for _, size in sizes)
 
     @property
     def direct(self) -> str | None:

@@ -213,6 +213,9 @@ class TrackingConfig(Section):
     """Trackers get samples of the answers, as tables."""
     project: str = "slipstream"
     """Project of the trackers, MLflow's experiment."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of an hour of a GPU, in any currency: then steps and summary have the cost per million trained tokens. The
+    GPUs of learner and rollout servers count."""
     swanlab: SwanlabConfig | None = None
     """Also log to SwanLab."""
     wandb: WandbConfig | None = None

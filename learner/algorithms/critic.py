@@ -5,14 +5,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.identity import require_same_tokens
-from slipstream.learner.models.layers import backbone_of
+from slipstream.learner.models.layers import backbone_of, decoder_of
 from slipstream.learner.models.load import (
     ModelOptions,
     build_model,
@@ -50,6 +52,12 @@ class Critic:
     config: CriticConfig
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    @property
+    def flops(self) -> ModelFlops:
+        """Operations of a forward and backward pass."""
+        model: Any = self.model
+        return ModelFlops.of_parts(model.backbone, decoder_of(model.backbone).layers, model.head.weight)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, fp32, shape [A]."""

@@ -21,16 +21,10 @@ class SequenceCost:
 
     even_at: float
     """Length at which attention costs as much as the matrix products."""
-    products: float = 1.0
-    """Weights that a token is multiplied by."""
 
     def __call__(self, tokens: int) -> float:
         """Cost in units of a token's matrix products."""
         return tokens + tokens * tokens / self.even_at
-
-    def flops(self, tokens: int) -> float:
-        """Floating-point operations of a forward and backward pass: 2 for each weight, and twice as many backward."""
-        return 6 * self.products * self(tokens)
 
     @classmethod
     def of_model(cls, folder: Path) -> "SequenceCost":
@@ -55,8 +49,7 @@ class SequenceCost:
         kinds = config.get("layer_types") or ["full_attention"] * layers
         # In FLOPs of a forward pass: 2 per weight and token; 4 · heads · head size per pair of tokens, half of them
         # masked. Windows and linear attention grow with n.
-        even_at = products / (max(1, kinds.count("full_attention")) * heads * head_size)
-        return cls(even_at=even_at, products=products)
+        return cls(even_at=products / (max(1, kinds.count("full_attention")) * heads * head_size))
 
 
 def spread(costs: Sequence[float], bins: int) -> list[list[int]]:

@@ -188,6 +188,32 @@ STEP: Final = (
     _metric("tokens", "tokens", "input tokens trained on, prompts included", verl="perf/total_num_tokens"),
     _metric("answers", "episodes", "episodes trained on"),
     _metric(
+        "flops",
+        "FLOP",
+        "forward and backward passes over them, by the model's shape (`learner/models/flops.py`); recomputed activations and passes that only score do not count",
+    ),
+    _metric(
+        "mfu",
+        "0–1",
+        "`flops` over `train_s` as share of the learner's GPUs' peak, with bfloat16 on a GPU whose peak is known",
+        verl="perf/mfu/actor",
+        prime_rl="perf/mfu",
+    ),
+    _metric("tokens_trained_per_s", "tokens/s", "`tokens` over `step_s`", prime_rl="perf/throughput"),
+    _metric(
+        "tokens_per_gpu_s",
+        "tokens/s",
+        "the same for each of the run's GPUs",
+        verl="perf/throughput",
+    ),
+    _metric("gpus", "GPUs", "of learner and rollout servers; shared ones count once"),
+    _metric("power_w", "W", "mean power of rank 0's GPU since the step before"),
+    _metric(
+        "cost_per_million_tokens",
+        "",
+        "price of all `gpus` for `step_s`, per million of `tokens`; with `tracking.price_per_gpu_hour`",
+    ),
+    _metric(
         "reference_kl",
         "nats",
         "estimate of KL(π_θ‖π_ref) by `learner.kl.estimator`; with `learner.kl`",
@@ -249,6 +275,12 @@ STEP: Final = (
         "share of time without a running episode on the rollout servers, over about the last 2 s",
     ),
     _metric("tokens_generated_per_s", "actions/s", "all rollout servers, over the same time"),
+    _metric(
+        "kv_cache_use",
+        "0–1",
+        "used share of the engines' KV caches, mean over the rollout servers",
+        prime_rl="inference/agg/kv_cache_usage_perc/mean",
+    ),
     _metric(
         "weight_sync_s",
         "s",
@@ -362,6 +394,10 @@ SUMMARY: Final = (
     _metric("eval_s", "s", "sum over the evaluations, which run beside training"),
     _metric("tokens_generated", "actions", "in groups that reached the buffer, without evaluations"),
     _metric("tokens_trained", "tokens", "input tokens trained on, prompts included"),
+    _metric("tokens_trained_per_s tokens_per_gpu_s", "tokens/s", "mean over the time of all steps; null without a GPU"),
+    _metric("mfu", "0–1", "the same over `train_s`; null where it is unknown"),
+    _metric("power_w", "W", "mean power of rank 0's GPU; null where it is unknown"),
+    _metric("cost_per_million_tokens", "", "mean over all trained tokens; null without a price or a GPU"),
     _metric(
         "groups.<state>",
         "groups",

@@ -5,11 +5,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.metrics.efficiency import Efficiency
+from slipstream.learner.metrics.events import EventLog
+from slipstream.learner.metrics.fleet import FleetRecord
 from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
@@ -20,6 +25,17 @@ log = get_log("learner.reporter")
 
 MISMATCH_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
 """Mean |log π_prox - log μ| above which engine and learner disagree, by the dtype of the model."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Records of a run beside the metrics of its steps."""
+
+    efficiency: Efficiency
+    """Metrics of each step on the run's GPUs."""
+    events: EventLog
+    fleet: FleetRecord
+    """State of the rollout servers."""
 
 
 class RLReporter(Reporter):
@@ -35,6 +51,7 @@ class RLReporter(Reporter):
         signal: SignalWatch,
         eval_reward: str | None,
         started: float,
+        records: RunRecords,
     ) -> None:
         """Args:
         sync: of the weights' publisher, which updates it.
@@ -47,10 +64,30 @@ class RLReporter(Reporter):
         self._eval_reward = eval_reward
         self._signal = signal
         self._mismatch_limit = MISMATCH_LIMIT[dtype]
+        self._records = records
+        self._rollout_gpus: set[str] = set()
         self._servers: deque[tuple[float, float, float, int]] = deque()
 
-    def rollout_metrics(self, state: State) -> dict[str, float]:
+    def continued(self, step: int, version: int) -> None:
+        """Records that the run goes on from the checkpoint of a step."""
+        self._records.events.add("restart", "the learner continues", step=step, policy_version=version)
+
+    def observe(self, state: State, *, step: int) -> None:
+        """Takes the buffer's state while the learner waits, when `step` steps are done."""
+        self._records.fleet.observe(state, step=step)
+
+    def step_finished(
+        self, step: int, metrics: Mapping[str, float], *, wait_s: float, train_s: float, step_s: float
+    ) -> None:
+        """Logs the record of the step, with the use of the GPUs."""
+        use = self._records.efficiency.of_step(metrics, train_s=train_s, step_s=step_s, rollout_gpus=self._rollout_gpus)
+        super().step_finished(step, {**metrics, **use}, wait_s=wait_s, train_s=train_s, step_s=step_s)
+
+    def rollout_metrics(self, state: State, *, step: int) -> dict[str, float]:
         """Metrics of ledger and rollout servers, from the buffer's state after a step."""
+        self._records.events.step = step
+        self._rollout_gpus = {gpu for server in state.servers for gpu in server.gpus}
+        self._records.fleet.observe(state, step=step)
         return {**_ledger_metrics(state), **self._server_metrics(state.servers)}
 
     def sync_metrics(self) -> dict[str, float]:
@@ -113,6 +150,7 @@ class RLReporter(Reporter):
         Args:
             uploads: their number by outcome; None: there are none.
         """
+        self._records.fleet.observe(state, step=step, final=True)
         metrics = summarise(
             read_records(paths.metrics),
             last_step=step,
@@ -136,6 +174,9 @@ class RLReporter(Reporter):
             "engine_deaths": sum(server.engine_deaths for server in servers),
             "requests_restarted": sum(server.requests_restarted for server in servers),
         }
+        known = [server.kv_cache_use for server in servers if server.kv_cache_use is not None]
+        if known:
+            metrics["kv_cache_use"] = fmean(known)
         self._servers.append(
             (
                 now,

@@ -11,7 +11,8 @@ from slipstream.buffer.wire.messages import LedgerCounts, State
 KEYS = {
     "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
     "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "score_interval", "pass_at_k", "maj_at_k", "lower_bound",
-    "coverage", "eval_s",
+    "coverage", "eval_s", "mfu", "train_s", "tokens_trained_per_s", "tokens_per_gpu_s", "power_w",
+    "cost_per_million_tokens",
 }  # fmt: skip
 """Fields that the summary reads; whole records of a long run would fill the memory."""
 EDGE_STEPS = 10
@@ -88,6 +89,7 @@ def summarise(
         "eval_s": sum(record["eval_s"] for record in evals),
         "tokens_generated": counts.tokens,
         "tokens_trained": round(sum(step["tokens"] for step in steps)),
+        **_efficiency(steps),
         "groups": _groups(counts),
         "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s if loop_s else None,
         "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
@@ -96,6 +98,25 @@ def summarise(
         "ess_mean": _mean(step.get("ess") for step in steps),
         **_engine_mismatch([*steps, *evals]),
     }
+
+
+def _efficiency(steps: Sequence[Metrics]) -> Metrics:
+    """Use of the GPUs over all steps; None where no step has it."""
+    return {
+        **{
+            name: _weighted(steps, name, by="step_s")
+            for name in ("tokens_trained_per_s", "tokens_per_gpu_s", "power_w")
+        },
+        "mfu": _weighted(steps, "mfu", by="train_s"),
+        "cost_per_million_tokens": _weighted(steps, "cost_per_million_tokens", by="tokens"),
+    }
+
+
+def _weighted(steps: Sequence[Metrics], key: str, *, by: str) -> float | None:
+    """Mean over the steps that have the metric, weighted by another."""
+    pairs = [(step[key], step[by]) for step in steps if step.get(key) is not None]
+    weight = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / weight if weight else None
 
 
 def _groups(counts: LedgerCounts) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from slipstream.learner.parallel.mesh import World
 _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
-    "input_tokens",
+    "input_tokens", "flops",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -104,7 +104,12 @@ class StepSums:
     def means(self, totals: Tensor) -> dict[str, float]:
         """Metrics of the step, from the sums of all ranks."""
         total = dict(zip(self._names, totals.tolist(), strict=True))
-        metrics = {"actions": total["actions"], "answers": total["episodes"], "tokens": total["input_tokens"]}
+        metrics = {
+            "actions": total["actions"],
+            "answers": total["episodes"],
+            "tokens": total["input_tokens"],
+            "flops": total["flops"],
+        }
         if total["actions"]:
             metrics |= _policy_metrics(total)
             metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}

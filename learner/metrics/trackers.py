@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -202,7 +202,7 @@ class JsonlTracker:
         self._path = path
         self._file = _open_for_append(path)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Appends the record; NaN and infinity, which JSON lacks, become null. Raises: OSError."""
         if not _is_at(self._path, self._file.fileno()):
             self._file.close()
@@ -227,6 +227,12 @@ class JsonlTracker:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Appends one line to a file that is seldom written. Raises: OSError."""
+    with closing(JsonlTracker(path)) as file:
+        file.log(record)
 
 
 def _open_for_append(path: Path) -> FileIO:

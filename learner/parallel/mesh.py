@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import ParallelConfig
+from slipstream.models.architecture import expert_count
 
 COLLECTIVE_S = 1800.0
 """Timeout of a collective for a rank that has not entered it: gloo's default. NCCL's is a third of it, and rank 0 may
 need longer for a slow disk."""
 STORE_WAIT_S = 1.0
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in configurations of transformers."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers in which only attention mixes tokens."""
 LONGEST_POLL_S = 0.05
@@ -82,7 +81,7 @@ def refuse(sizes: MeshSizes, model: Any, *, adapters: bool = False) -> None:
     text = model.get_text_config(decoder=True)
     copy = sizes.dp_shard * sizes.cp * sizes.tp
     heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    experts = next((count for name in _EXPERTS if (count := getattr(text, name, None))), 0)
+    experts = expert_count(text)
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     rules = (
         (sizes.cp > 1 and heads % (sizes.cp * sizes.tp), f"cp x tp must divide the {heads} attention heads"),

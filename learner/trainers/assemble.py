@@ -1,16 +1,20 @@
 """Start of a learner rank with the configured trainer: models, process group, equal settings, checkpoints."""
 
+import logging
 from contextlib import ExitStack
 from inspect import isabstract
 from typing import Any
 
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.learner import TRAINERS, TrainerConfig
 from slipstream.learner.checkpoint import open_checkpoints
+from slipstream.learner.metrics.events import EventLog
+from slipstream.learner.metrics.starts import record_start
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
 from slipstream.learner.trainers.base import Trainer
@@ -60,6 +64,7 @@ def assemble(
         raise ConfigError(problems)
     path = initial_model(config)
     world = _join_ranks(config, kind, cleanup)
+    events = _start_events(config.paths, started, cleanup) if world.is_root else None
     uploads = _start_uploads(config, world)
     trainer = kind.from_setup(
         RankSetup(
@@ -69,6 +74,7 @@ def assemble(
             signals=signals,
             cleanup=cleanup,
             started=started,
+            events=events,
             undo_steps=undo_steps,
         )
     )
@@ -88,6 +94,16 @@ def _join_ranks(config: RunConfig, kind: type[Trainer[Any]], cleanup: ExitStack)
     if world.is_root:
         create_run_folder(config.paths, config)
     return world
+
+
+def _start_events(paths: RunPaths, started: float, cleanup: ExitStack) -> EventLog:
+    """Records this start of the run, and from now on its warnings; `cleanup` ends that."""
+    record_start(paths.starts)
+    events, process_log = EventLog(paths.events, started=started), logging.getLogger()
+    process_log.addHandler(events)
+    cleanup.callback(events.close)
+    cleanup.callback(process_log.removeHandler, events)
+    return events
 
 
 def _start_uploads(config: RunConfig, world: World) -> Uploader | None:

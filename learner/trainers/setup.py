@@ -16,6 +16,7 @@ from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.checkpoint import ModelsAndOptimizers
+from slipstream.learner.metrics.events import EventLog
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers import Tracker, build_trackers
 from slipstream.learner.models.load import ModelOptions, load_model
@@ -47,6 +48,8 @@ class RankSetup:
     """Closes what the trainer has opened."""
     started: float
     """Start of the run, by this host's monotonic clock, which all its processes share."""
+    events: EventLog | None = None
+    """Rank 0's; None on other ranks."""
     undo_steps: bool = False
     """The command line has `--undo-steps`."""
 

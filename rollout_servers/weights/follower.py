@@ -5,9 +5,10 @@ which is always finished.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import zmq
@@ -49,6 +50,7 @@ class WeightFollower:
     engine: "Restartable"
     hold: "EvaluationHold"
     on_applied: Callable[[], None]
+    last_update: "WeightUpdate | None" = field(default=None, init=False)
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
@@ -59,6 +61,7 @@ class WeightFollower:
         self._work: asyncio.Task[None] | None = None
         self._installing = False
         self._announced: w.Announce | None = None
+        self._announced_at = 0.0
         self._host = host_identity()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -148,7 +151,7 @@ class WeightFollower:
                 self._inbound.check(message)
                 if self._inbound.stops_generation(message.transport):
                     await self._finish_evaluation()
-                self._announced = message
+                self._announced, self._announced_at = message, time.monotonic()
                 await self._send(w.Ready(transfer=message.transfer, version=message.manifest.version))
                 if message.source is not None:
                     await self._receive(message)
@@ -193,6 +196,7 @@ class WeightFollower:
         finally:
             self._installing = False
         self._announced = None
+        self.last_update = WeightUpdate(stall_s=stall_s, took_s=time.monotonic() - self._announced_at)
         if manifest.evaluate:
             self.hold.hold(manifest.version)
             await self._send_join()  # before Applied, or the learner might send the next version
@@ -214,6 +218,19 @@ class WeightFollower:
 
     async def _send(self, message: m.Message) -> None:
         await self._socket.send(encode(message))
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Times of an update of the engine.
+
+    Attributes:
+        stall_s: pause of generation.
+        took_s: from its announcement until the engine had it.
+    """
+
+    stall_s: float
+    took_s: float
 
 
 class Restartable(Engine, Protocol):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.launch.placement import Role as RoleName
-from slipstream.tools.launch.placement import gpus_per_server, mesh_unit, rank_problems
+from slipstream.tools.launch.placement import mesh_unit, rank_problems
 from slipstream.tools.launch.ports import needed_ports
 from slipstream.tools.launch.secrets import needed_by
 
@@ -99,7 +99,7 @@ def cluster_roles(
     servers, ranks, learner_nodes = (
         _divide_gpus(config, nodes, gpus_per_node) if gpus_per_node else _divide_nodes(config, nodes)
     )
-    per_server, per_rank = (gpus_per_server(config.rollout.engine), 1) if gpus_per_node else (0, 0)
+    per_server, per_rank = (config.rollout.engine.gpus, 1) if gpus_per_node else (0, 0)
     others = nodes - learner_nodes
     are_beside = servers > others * (gpus_per_node // per_server) if per_server else not others
     rollout_nodes = min(servers, others + are_beside)
@@ -236,7 +236,7 @@ def _divide_nodes(config: RunConfig, nodes: int) -> tuple[int, int, int]:
 def _divide_gpus(config: RunConfig, nodes: int, gpus_per_node: int) -> tuple[int, int, int]:
     """Rollout servers, learner ranks (a GPU each) and nodes of the learner. Raises: ConfigError."""
     learner, total = config.learner, nodes * gpus_per_node
-    per_server = gpus_per_server(config.rollout.engine)
+    per_server = config.rollout.engine.gpus
     if per_server > gpus_per_node:
         raise ConfigError(
             f"rollout.engine.options: an engine of {per_server} GPUs must be on one node, and nodes have "

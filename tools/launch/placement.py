@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.run import gpu_numbers
 from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.sharing import Sharing, share_memory
@@ -17,11 +15,6 @@ if TYPE_CHECKING:
     from slipstream.tools.fit import FitReport
 
 Role = Literal["redis", "buffer", "rollout", "learner"]
-GPUS_OF_AN_ENGINE: Final = (
-    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    *("tp_size", "pp_size", "dp_size"),  # SGLang's other names
-)
-"""Options of engines whose product is the number of their GPUs."""
 Summary = Mapping[str, Any]
 
 
@@ -123,7 +116,7 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
 
     Raises: ConfigError with all that can't work.
     """
-    per_server = gpus_per_server(config.rollout.engine) if machine.gpus else 0
+    per_server = config.rollout.engine.gpus if machine.gpus else 0
     rollout_gpus, learner_gpus = _divide_gpus(machine, config, per_server, earlier)
     servers = _count(config.rollout.servers, auto=len(rollout_gpus) // per_server if machine.gpus else 1)
     most_ranks = _most_ranks(config.learner, len(learner_gpus)) if machine.gpus else mesh_unit(config.learner)
@@ -147,19 +140,6 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
         gpus = learner_gpus[rank : rank + 1]
         shares.append(Share("learner", rank, threads, next(cores), gpus))
     return Placement(machine, tuple(shares))
-
-
-def gpus_per_server(engine: EngineConfig) -> int:
-    """GPUs that one engine uses. Raises: ConfigError when an option is no number of GPUs."""
-    sizes = [(name, engine.options[name]) for name in GPUS_OF_AN_ENGINE if name in engine.options]
-    problems = [
-        f"rollout.engine.options.{name}={size!r} must be a whole number from 1"
-        for name, size in sizes
-        if not isinstance(size, int) or size < 1
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return prod(size for _, size in sizes)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The processes of a run on this machine: started by their placement, watched, and started again when they fail."""
 
 import re
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import CERTAIN, ConfigError, SlipstreamError
+from slipstream.learner.metrics.starts import COMMAND_VARIABLE
 from slipstream.rollout_servers.cli import PROCESS_VARIABLE
 from slipstream.tools.launch.disk import is_full
 from slipstream.tools.launch.placement import Placement, Role, Share
@@ -213,6 +215,7 @@ class RunProcesses:
             {
                 **self.placement.environment(share, rendezvous_port=rendezvous_port),
                 "SLIPSTREAM_RUN_STARTED": repr(self._started_at),
+                COMMAND_VARIABLE: shlex.join(sys.orig_argv),
                 PROCESS_VARIABLE: share.name,
             },
             withheld=_withheld(share, config),

@@ -42,7 +42,7 @@ ROLLOUT = "rollout"
 STAGES = {"joined the buffer": "generating the first groups", "training the first step": "training the first step"}
 """The stage that begins with an event of a process's log, before the first step is done."""
 WARNING_LEVELS = ("warning", "error", "critical")
-HIDDEN_FIELDS = ("event", "level", "timestamp", "exception")
+HIDDEN_FIELDS = ("event", "event_kind", "level", "timestamp", "exception")
 """Fields of a log record that are not shown with a warning."""
 
 
@@ -183,6 +183,7 @@ def line(progress: Progress, shown: Progress | None = None) -> str:
         f"{_show(step, 'step_s', '.3f')} s/step",
         f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
         f"generator {_show(step, 'generator_idle_fraction', '.0%')}",
+        _gpu_use(step),
         _filtered(step),
         _activity(progress),
     ]
@@ -238,6 +239,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
             f"{show('step_s', '.3f')} s per step   tokens/s: {show('tokens_generated_per_s', ',.0f')} generated, "
             f"{show('tokens_trained_per_s', ',.0f')} trained",
         ),
+        *_gpu_rows(step),
         (
             "idle",
             f"learner {show('learner_idle_fraction', '.0%')}   generator {show('generator_idle_fraction', '.0%')}   "
@@ -250,6 +252,23 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         ),
         *((name, Text(message, style="yellow")) for name, message in _warnings(progress).items()),
     ]
+
+
+def _gpu_rows(step: Mapping[str, Any]) -> list[tuple[str, RenderableType]]:
+    use = _gpu_use(step)
+    return [("GPUs", use)] if use else []
+
+
+def _gpu_use(step: Mapping[str, Any]) -> str:
+    """The use of the GPUs, as far as it is known; empty without one."""
+    shown = (
+        ("mfu", "MFU {:.0%}"),
+        ("tokens_per_gpu_s", "{:,.0f} tokens/s per GPU"),
+        ("power_w", "{:.0f} W"),
+        ("cost_per_million_tokens", "{:.3g} per million tokens"),
+    )
+    values = ((template, number(step, key)) for key, template in shown)
+    return ", ".join(template.format(value) for template, value in values if value is not None)
 
 
 def _warnings(progress: Progress) -> dict[str, str]:

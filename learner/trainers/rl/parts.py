@@ -1,5 +1,6 @@
 """Parts of an RL trainer, built from the configuration: feed, models, snapshots; on rank 0 also connections."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.efficiency import Efficiency
+from slipstream.learner.metrics.fleet import FleetRecord
+from slipstream.learner.metrics.rl_reporter import RLReporter, RunRecords
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.metrics.signal import SignalWatch, has_fixed_length
+from slipstream.learner.models.flops import peak_flops_per_s
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
 from slipstream.learner.models.lora import has_adapters
@@ -32,8 +36,9 @@ from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports import build_transports
-from slipstream.models.device_memory import DeviceMemoryError
+from slipstream.models.device_memory import DeviceMemoryError, gpu_id
 from slipstream.models.folder import model_folder
+from slipstream.models.gpus import PowerMeter
 
 log = get_log("learner.assemble")
 
@@ -193,8 +198,23 @@ def build_prober(engine: EngineConfig, model: nn.Module, world: World) -> Prober
     return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=world.device)
 
 
-def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
+def build_efficiency(config: RunConfig, world: World, gpus: Sequence[str]) -> Efficiency:
+    """Metrics of the use of the ranks' GPUs; `gpus` are their identities, empty for a CPU."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    return Efficiency(
+        ranks=world.size,
+        gpus={gpu for gpu in gpus if gpu},
+        peak_flops_per_s=peak_flops_per_s(name, config.model.dtype_here),
+        price_per_gpu_hour=config.tracking.price_per_gpu_hour,
+        mean_power_w=PowerMeter(gpu_id(world.device)).mean_w,
+    )
+
+
+def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) -> RootServices:
     """Rank 0's connections and trackers; `incarnation` is the learner's.
+
+    Args:
+        gpus: identity of each rank's GPU, empty for a CPU.
 
     Raises: ConfigError when an address is taken, or a tracker can't start.
     """
@@ -204,6 +224,9 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
     publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
     setup.cleanup.callback(publisher.close)
     trackers = setup.build_trackers()
+    assert setup.events is not None, "rank 0 has no event log"
+    events = setup.events
+    fleet = FleetRecord(config.paths, events, started=setup.started)
     reporter = RLReporter(
         trackers,
         publisher.metrics,
@@ -215,6 +238,7 @@ def open_root_services(setup: RankSetup, incarnation: str) -> RootServices:
         ),
         eval_reward=config.eval.reward,
         started=setup.started,
+        records=RunRecords(build_efficiency(config, setup.world, gpus), events, fleet),
     )
     samples = SampleStore(config.paths.samples, env=config.env.name, trackers=trackers, model=setup.initial_model)
     return RootServices(buffer, publisher, reporter, samples)

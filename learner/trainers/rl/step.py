@@ -24,6 +24,7 @@ from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
 from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
+from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
@@ -58,9 +59,14 @@ class TrainStep:
     """Factor of the policy's scheduled learning rate, set by the throttle."""
     skipped: SkippedUpdates = field(init=False)
     """Those of policy and critic."""
+    flops: ModelFlops = field(init=False)
+    """Of the policy."""
+    _critic_flops: ModelFlops | None = field(init=False)
     _prepare: StepPreparer = field(init=False)
 
     def __post_init__(self) -> None:
+        self.flops = ModelFlops.of_model(self.model)
+        self._critic_flops = None if self.critic is None else self.critic.flops
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
         self._loss = build_loss(self.learner.loss)
         advantage = build_advantage(self.learner.advantage)
@@ -108,6 +114,7 @@ class TrainStep:
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
+            sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 objective = self._objective(prepared, batches, number, data.step)
                 self._update_policy(batches, objective, own_version, sums, traced)
@@ -128,6 +135,13 @@ class TrainStep:
             )
             | metrics
         )
+
+    def _flops_of(self, batches: Sequence[MicroBatch], *, trains_policy: bool) -> float:
+        """Operations of an update on this rank's part of it."""
+        trained = [self.flops] if trains_policy else []
+        trained += [] if self._critic_flops is None else [self._critic_flops]
+        lengths = [length for batch in batches for length in batch.segment_lengths]
+        return sum(flops(lengths, actions=sum(batch.actions for batch in batches)) for flops in trained)
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.learner

@@ -36,6 +36,7 @@ from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.models.architecture import vocabulary_size
+from slipstream.models.device_memory import gpu_id
 from slipstream.models.folder import model_fingerprint, model_problems
 
 log = get_log("learner.loop")
@@ -109,7 +110,8 @@ class RLTrainer(Trainer[StepData]):
         config, path, world, incarnation = setup.config, setup.initial_model, setup.world, new_incarnation()
         feed = build_feed(config, path, world, incarnation, setup.signals, images=ImageReader.of(path))
         setup.cleanup.callback(feed.close)
-        root = open_root_services(setup, incarnation) if world.is_root else None
+        gpus = world.gather(gpu_id(world.device))
+        root = open_root_services(setup, incarnation, gpus) if world.is_root else None
         train_step = build_train_step(config, path, world)
         snapshots = snapshot_taker(
             train_step.model,
@@ -149,6 +151,8 @@ class RLTrainer(Trainer[StepData]):
         """Announces the learner to the buffer, publishes the weights of a resumed run and fetches the first groups."""
         if resumed:
             self._restore_controllers()
+            if self.root is not None:
+                self.root.reporter.continued(self.state.step, self.state.version)
         latest = self._latest_version()
         if self.throttle is not None:
             self._apply_throttle(self.throttle)
@@ -259,12 +263,13 @@ class RLTrainer(Trainer[StepData]):
             return
         try:
             self.root.buffer.repeat_reports()
-            servers = len(self.root.buffer.state().servers)
+            state = self.root.buffer.state()
         except DeadlineError:
             if not self.signals.number:
                 raise
             return
-        publisher, weights = self.root.publisher, self.config.weights
+        self.root.reporter.observe(state, step=self.state.step)
+        publisher, weights, servers = self.root.publisher, self.config.weights, len(state.servers)
         if servers and not publisher.metrics.members and not publisher.without_engine and self._no_members.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: some are connected to the buffer, none has joined this learner",
@@ -284,7 +289,7 @@ class RLTrainer(Trainer[StepData]):
                 further |= self._observe(self.throttle, metrics)
             if self.root is not None:
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
-                further |= reporter.rollout_metrics(ledger)
+                further |= reporter.rollout_metrics(ledger, step=step)
                 reporter.check_step(step, metrics)
                 reports = self.root.buffer.take_evals()
                 reporter.evaluated(step, reports)
@@ -304,6 +309,7 @@ class RLTrainer(Trainer[StepData]):
         if action is not None:
             log.warning(
                 "throttle moves",
+                event_kind="throttle",
                 step=self.state.step,
                 direction=action.direction,
                 cause=action.cause,

@@ -23,6 +23,12 @@ _STATUS = m.ServerStatus(
     engine_deaths=1,
     requests_restarted=2,
     groups_limit=4,
+    kv_cache_use=0.5,
+    running=6,
+    waiting=2,
+    stall_s=0.25,
+    update_s=1.5,
+    gpus=["GPU-1"],
 )
 _SAMPLED = {"digits": {"17": 300}, "": {"e3-0": 20}}
 _TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)

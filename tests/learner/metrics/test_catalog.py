@@ -23,6 +23,7 @@ from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import place
 from slipstream.tools.summary import extend_summary
 from tests.learner.experts import record_with_experts, write_experts
+from tests.learner.metrics.test_rl_reporter import build_records
 from tests.learner.recorded import RECORDED_STEPS, run_config, step_groups
 from tests.learner.trainers.rl.loops import learner_that_continues, third_step
 
@@ -55,6 +56,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     learner.loop.reporter = root.reporter = RLReporter(
         [JsonlTracker(config.paths.metrics)], sync, steps=STEPS, dtype="float32",
         signal=SignalWatch(group_relative=True, fixed_length=False), eval_reward=None, started=time.monotonic(),
+        records=build_records(config.paths),
     )  # fmt: skip
     third = third_step(groups, config)
     of_own_version = replace(third.rows, versions_BT=torch.full_like(third.rows.versions_BT, STEPS - 1))
@@ -63,7 +65,9 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     ]
 
     def state(step: int) -> m.State:
-        server = m.ServerStatus(server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step)
+        server = m.ServerStatus(
+            server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step, kv_cache_use=0.5
+        )
         counts = m.LedgerCounts(reasons={"filtered:length": 1}, answers_dropped={"reward_timeout": 1})
         return m.State(
             request=0, version=0, counts=counts, servers=[server], evals=[], length_bias={"trained": 0.1},

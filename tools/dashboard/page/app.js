@@ -221,7 +221,7 @@
               checked: app.chosen.includes(run.id),
               onchange: (event) => toggle(run.id, event.target.checked),
             }),
-            S.h("span", { class: "menu-name" }, run.name, S.h("span", { class: "muted" }, ` ${run.folder}`)),
+            S.h("span", { class: "menu-name" }, run.id, S.h("span", { class: "muted" }, ` ${run.folder}`)),
             S.h("span", { class: "muted" }, `${run.state} · step ${S.number(run.step)}`),
           ),
         ),
@@ -229,15 +229,10 @@
     );
     if (focused) parts.picker.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
     parts.chips.replaceChildren(
-      ...app.chosen.map((id, index) =>
-        S.h("span", { class: "chip" }, app.chosen.length > 1 && S.swatch(index), nameOf(id)),
-      ),
+      ...app.chosen.map((id, index) => S.h("span", { class: "chip" }, app.chosen.length > 1 && S.swatch(index), id)),
     );
     showState();
   }
-
-  const nameOf = (id) => app.runs.find((run) => run.id === id)?.name ?? id;
-  S.runName = nameOf;
 
   /** `live`, `reconnecting`, or how the run ended. */
   function stateOf(run) {

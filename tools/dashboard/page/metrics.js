@@ -148,7 +148,7 @@
         const lines = runs.flatMap((run, index) => {
           const columns = this.columns.get(run)?.columns[key];
           if (!columns) return [];
-          const line = { label: S.runName(run), index, x: xOf(columns), y: columns.column(key) };
+          const line = { label: run, index, x: xOf(columns), y: columns.column(key) };
           return smooth
             ? [
                 { ...line, faint: true },

@@ -156,7 +156,7 @@
           ? [curve.parts[0], ...names.filter((name) => name !== curve.parts[0])]
           : names;
       return (isSingle ? ordered : ordered.slice(0, 1)).map((name, i) => ({
-        label: isSingle ? LABELS[name] || name : S.runName(run),
+        label: isSingle ? LABELS[name] || name : run,
         index: isSingle ? i : runIndex,
         x: source.step,
         y: source.column(name),
@@ -219,7 +219,7 @@
       root.append(
         waiting,
         tileRow,
-        S.panel(context.runs.length > 1 ? `Pipeline of ${S.runName(first.run)}` : "Pipeline", {}, pipeline.root),
+        S.panel(context.runs.length > 1 ? `Pipeline of ${first.run}` : "Pipeline", {}, pipeline.root),
         S.h(
           "div",
           { class: "charts wide" },

@@ -4,6 +4,8 @@
 (() => {
   const EXCERPT = 240; // characters that the list of a task's samples has of each
 
+  const SHORT = 60; // characters of answers that stand in narrow columns
+
   const nameOf = ({ kind, number }) => `${kind === "eval" ? "version" : "step"} ${S.number(number)}`;
 
   /** An answer; where only its beginning is known, a button loads the rest. */
@@ -111,6 +113,7 @@
       if (chosen instanceof Error) detail = S.empty(chosen.message);
       else if (chosen) {
         samples = [...chosen.samples].sort((a, b) => a.number - b.number);
+        const isShort = samples.every(({ excerpt }) => excerpt.length <= SHORT);
         const prompt = tasks.find((task) => task.kind === kind && String(task.task) === argument)?.excerpt;
         detail = S.h(
           "div",
@@ -124,7 +127,12 @@
           ),
           S.h(
             "div",
-            { class: "cards", tabindex: "0", role: "region", "aria-label": "Answers over the steps" },
+            {
+              class: `cards${isShort ? " short" : ""}`,
+              tabindex: "0",
+              role: "region",
+              "aria-label": "Answers over the steps",
+            },
             samples.map((sample) => card(sample, context)),
           ),
         );

@@ -35,7 +35,7 @@
       {},
       S.table(
         title,
-        [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", S.runName(run)) }))],
+        [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", run) }))],
         keys.map(({ key, values }) => ({ cells: [code(key), ...runs.map((run) => code(S.json(values[run])))] })),
       ),
     );
@@ -104,7 +104,7 @@
               .map(({ run, columns, evals }, index) => {
                 const source = isEval ? evals : columns;
                 return {
-                  label: S.runName(run),
+                  label: run,
                   index,
                   x: source.step,
                   y: source.column(key),
