@@ -263,6 +263,13 @@ def test_loopback_names_are_answered_under_a_strict_policy(server: Server, host:
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_page_of_another_site_may_link_but_not_ask(server: Server) -> None:
+    foreign = {"Sec-Fetch-Site": "cross-site"}
+    assert server.client.get("/", headers=foreign).status_code == 200
+    assert server.client.get("/api/runs", headers=foreign).status_code == 403
+    assert server.client.get("/api/runs", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 @pytest.mark.parametrize("path", ["/api/runs", "/api/runs/a", "/", "/app.js"])
 def test_nothing_can_be_written(server: Server, method: str, path: str) -> None:
