@@ -5,6 +5,13 @@
   const LINES = 6; // colours in style.css
   const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4]];
   const MARK_REACH_PX = 6;
+  const MARKS = {
+    throttle: "--accent",
+    warning: "--warn",
+    restart: "--bad",
+    engine_death: "--bad",
+    server_lost: "--bad",
+  };
   const charts = new Set();
 
   S.lineColour = (index) => S.css(`--line-${(index % LINES) + 1}`);
@@ -214,9 +221,7 @@
       for (const { x, kind } of this.marks) {
         const at = plot.valToPos(x, "x", true);
         if (at < bbox.left || at > bbox.left + bbox.width) continue;
-        ctx.strokeStyle = ctx.fillStyle = S.css(
-          kind === "throttle" ? "--accent" : kind === "warning" ? "--warn" : "--bad",
-        );
+        ctx.strokeStyle = ctx.fillStyle = S.css(MARKS[kind] || "--muted");
         ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
         ctx.beginPath();
         ctx.moveTo(at, bbox.top);
