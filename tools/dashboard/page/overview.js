@@ -102,7 +102,7 @@
         ? tile("Score", "–", "no evaluation yet: eval.every_steps")
         : tile(
             "Score",
-            `${S.number(score)}${interval ? ` ± ${S.number(interval)}` : ""}`,
+            [S.number(score), interval > 0 && S.h("small", {}, ` ± ${S.number(interval)}`)],
             change(score, evals.first("score"), S.number),
             evals.column("score"),
           ),

@@ -111,7 +111,7 @@
 
     cells(server) {
       return COLUMNS.map(({ key, isText, format, isBar, bad }) => {
-        if (isText) return S.h("span", { class: "name" }, String(server[key]));
+        if (isText) return S.h("span", { class: "name", title: String(server[key]) }, String(server[key]));
         const value = server[key];
         const isFar = this.isOutlier[key]?.(value);
         const share = isBar && this.most[key] ? (value ?? 0) / this.most[key] : 0;
@@ -205,7 +205,9 @@
           ),
           table.root,
         ),
-        charts.length &&
+      );
+      if (charts.length)
+        root.append(
           S.panel(
             "All servers over time",
             {},
@@ -215,9 +217,10 @@
               charts.map(({ chart }) => chart.root),
             ),
           ),
-      );
+        );
       show(now);
-      for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: past.time_s, y: past.columns[key] }]);
+      const since = past.time_s.map((time) => time - past.time_s[0]);
+      for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: since, y: past.columns[key] }]);
       return {
         live(run, batch) {
           if (run === context.run && batch.servers) show(batch.servers);

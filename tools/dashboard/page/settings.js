@@ -161,7 +161,7 @@
       ["folder", folder],
       ["started", S.when(began)],
       ["commit", commit],
-    ];
+    ].filter(([, value]) => value && value !== "–");
     return S.h(
       "details",
       { open: index === count - 1 },
@@ -231,7 +231,7 @@
             ? entries.map((entry, i) => startPanel(entry, i, entries.length))
             : S.empty("`run.json` is not there: the run was started by an older release."),
         ),
-        info.summary && S.panel("Summary", {}, pairs(info.summary)),
+        ...(info.summary ? [S.panel("Summary", {}, pairs(info.summary))] : []),
         S.panel(
           null,
           {},
