@@ -71,7 +71,7 @@ async def answers(runs: Runs, *, samples: int = SAMPLES) -> dict[str, Any]:
         "metrics": catalogue(),
         "compare": {"keys": compare(chosen)},
     }
-    ledgers, stored = Ledgers(), Samples()
+    ledgers, stored = Ledgers(), Samples(runs)
     try:
         for run in chosen:
             of_run = _of_files(runs, run, share=SERIES_BYTES // len(chosen))
