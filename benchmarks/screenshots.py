@@ -21,8 +21,9 @@ class Picture:
     """A view in a window.
 
     Attributes:
-        view: its path; `{sample}` and `{group}` stand for the best sample of the last step, and its group.
-        ready: when it is complete.
+        view: its path; `{sample}`, `{group}` and `{task}` stand for one that the first run has.
+        ready: element that is there when it is complete.
+        click: element that is clicked first.
         runs: how many runs it shows.
     """
 
@@ -32,20 +33,21 @@ class Picture:
     width: int = 1280
     height: int = 800
     dark: bool = False
+    click: str = ""
     runs: int = 1
 
 
 PICTURES = (
-    Picture("see-overview", "overview", ".uplot", height=920),
-    Picture("see-overview-narrow", "overview", ".uplot", width=390, height=844, dark=True),
-    Picture("see-metrics", "metrics", ".uplot", dark=True),
-    Picture("see-servers", "servers", ".servers .row", height=560),
-    Picture("see-account", "account", ".stack"),
-    Picture("see-samples", "samples/{sample}", ".token"),
-    Picture("see-prompts", "prompts/{task}?kind=eval", ".card"),
-    Picture("see-groups", "groups/{group}", ".strip", dark=True),
-    Picture("see-compare", "compare", ".uplot", runs=2, height=920),
-    Picture("see-run", "run", "tbody tr"),
+    Picture("see-overview", "overview", ".events li", height=1120),
+    Picture("see-narrow", "overview", ".uplot", width=390, height=844, dark=True),
+    Picture("see-metrics", "metrics?filter=^(entropy|ess|kl_k|grad_norm)", ".uplot", height=900, dark=True),
+    Picture("see-servers", "servers", ".uplot", height=720),
+    Picture("see-account", "account", ".stack", height=740),
+    Picture("see-samples", "samples/{sample}?sort=reward", ".token", height=560, click="[value=ratio]"),
+    Picture("see-prompts", "prompts/{task}?kind=eval", ".card", height=640),
+    Picture("see-groups", "groups/{group}", ".strip", height=700, dark=True),
+    Picture("see-compare", "compare", ".uplot", runs=2, height=860),
+    Picture("see-run", "run", "tbody tr", height=760),
 )
 """One of each view, and one of a telephone."""
 
@@ -65,9 +67,10 @@ def main() -> None:
     ):
         by_folder = {Path(run["folder"]).resolve(): run["id"] for run in server.get("runs")}
         runs = [by_folder[folder.resolve()] for folder in arguments.runs]
-        (sample,) = server.get(f"runs/{runs[0]}/samples", sort="-step", chosen="best", limit=1)["samples"]
-        (task,) = [task for task in server.get(f"runs/{runs[0]}/prompts") if task["kind"] == "eval"][:1]
-        names = {"sample": sample["id"], "group": sample["group_id"], "task": task["task"]}
+        sample = server.get(f"runs/{runs[0]}/samples", sort="reward", limit=1)["samples"][0]
+        group = server.get(f"runs/{runs[0]}/groups", state="ready", limit=1)["groups"][0]
+        task = next(task for task in server.get(f"runs/{runs[0]}/prompts") if task["kind"] == "eval")
+        names = {"sample": sample["id"], "group": group["id"], "task": task["task"]}
         for picture in PICTURES:
             view = picture.view.format(**names)
             shown = ",".join(runs[: picture.runs])
@@ -82,6 +85,8 @@ def take(page: Page, picture: Picture, url: str) -> bytes:
     page.show(picture.width, picture.height, dark=picture.dark)
     page.open(url)
     page.wait(f"document.querySelector('main {picture.ready}') !== null")
+    if picture.click:
+        page.evaluate(f"document.querySelector('{picture.click}').click()")
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
     if page.problems:
         raise RuntimeError(f"{picture.name}: {page.problems}")

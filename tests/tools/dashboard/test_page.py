@@ -1,5 +1,7 @@
 """The dashboard's page in a headless Chromium: views, live updates, keys, narrow windows, contrast, hostile texts."""
 
+import contextlib
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from slipstream.configs.paths import hold_run_lock
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.tools.dashboard.app import Dashboard
 from slipstream.tools.dashboard.command import listening
+from slipstream.tools.dashboard.report import command as report
 from slipstream.tools.dashboard.runs import Runs
 from tests.conftest import free_port
 from tests.tools.dashboard.chromium import EXECUTABLE, Page, chromium
@@ -209,6 +212,18 @@ def test_stream_goes_on_after_a_restart_of_the_server(page: Page, served: Served
     page.wait(f"seen.includes({first + 4})")
     assert page.evaluate("seen") == list(range(first + 1, first + 5)), "each record once and in order"
     page.wait(f"[...document.querySelectorAll('.tile-value')][0].textContent === '{first + 4}'")
+
+
+def test_report_shows_the_same_views_from_its_file(page: Page, live: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    with contextlib.redirect_stdout(io.StringIO()):
+        report([str(live.paths.root), "-o", str(file)])
+    for view in ("overview", "metrics", "servers", "account", "samples", "groups", "run"):
+        page.open(f"{file.as_uri()}#/{view}")
+        for selector in VIEWS[view.replace("groups", "samples")][0].split(", "):
+            page.wait(f"document.querySelector('main {selector}') !== null")
+    assert page.evaluate("document.querySelector('.state').textContent") == "report"
+    assert "owned" not in page.evaluate("document.title")
 
 
 def test_everything_is_reached_by_keys(page: Page, served: Served) -> None:

@@ -3,6 +3,7 @@
 
 (() => {
   const FLUSH_MS = 250;
+  const QUIET_S = 15; // after that, the age of the last step is shown
   const MOST_STREAMS = 4; // a browser has six connections to one host
   const THEMES = ["system", "light", "dark"];
   const ENDED = ["finished", "stopped", "failed"];
@@ -143,7 +144,7 @@
   function receive(run, kind, data) {
     const known = app.runs.find(({ id }) => id === run);
     if (kind === "state") known.state = data.state;
-    if (kind === "step") Object.assign(known, { step: data.step, steps: data.steps, reward: data.reward });
+    if (kind === "step") Object.assign(known, { step: data.step, steps: data.steps, updated_at: Date.now() / 1000 });
     if (!app.batch.has(run)) app.batch.set(run, { step: [], eval: [], event: [], servers: null });
     const batch = app.batch.get(run);
     if (Array.isArray(batch[kind])) batch[kind].push(data);
@@ -249,7 +250,9 @@
     const state = stateOf(run);
     if (parts.state.textContent !== state) parts.state.textContent = state;
     parts.state.className = `state ${state}`;
-    parts.progress.textContent = run.steps ? `step ${S.number(run.step)} of ${S.number(run.steps)}` : "";
+    const age = Date.now() / 1000 - run.updated_at;
+    const since = state === "live" && age > QUIET_S ? ` · ${S.duration(age)} ago` : "";
+    parts.progress.textContent = run.steps ? `step ${S.number(run.step)} of ${S.number(run.steps)}${since}` : "";
   }
 
   function showNav() {
@@ -370,6 +373,7 @@
     }
   }
 
+  setInterval(showState, 5000);
   setTheme(storedTheme());
   addEventListener("hashchange", open);
   load();

@@ -4,6 +4,7 @@
 (() => {
   const CHART_POINTS = 800;
   const NEAR_PX = 300;
+  const MOST_EVENTS = 300; // the latest ones are listed
 
   /** Groups in the order of the page; a metric belongs to the first whose expression matches. */
   const GROUPS = [
@@ -15,7 +16,7 @@
       "Optimisation",
       /^(loss|entropy|lr|grad_norm|skipped_updates|reference_kl|kl_coefficient|value_|critic_|experts\/)/,
     ],
-    ["Throughput", /^(tokens|actions|answers$|step_s|train_s|publish_s|wait_s|mfu|perf|power|cost|gpu)/],
+    ["Throughput", /^(tokens|actions|answers$|step_s|train_s|publish_s|wait_s|mfu|flops|power_w|cost_per|gpus$)/],
     ["Idle", /idle/],
     [
       "Servers and KV cache",
@@ -161,7 +162,8 @@
     }
 
     marks(key) {
-      if (this.choices.x === "step") return this.events.map(({ step, kind, text }) => ({ x: step, kind, text }));
+      const marks = S.marksOf(this.events);
+      if (this.choices.x === "step") return marks;
       const columns = this.columns.get(this.context.runs[0])?.columns[key];
       if (!columns?.length) return [];
       const elapsed = columns.elapsed();
@@ -172,7 +174,7 @@
             columns.step.findLastIndex((known) => known <= step),
           )
         ];
-      return this.events.map(({ step, kind, text }) => ({ x: at(step), kind, text }));
+      return marks.map((mark) => ({ ...mark, x: at(mark.x) }));
     }
 
     append(run, records) {
@@ -299,7 +301,21 @@
         return { section, own };
       }).filter(Boolean);
       const none = S.empty("No metric matches the filter.");
-      root.append(...sections.map(({ section }) => section), none);
+      const eventCount = S.h("span", { class: "muted" });
+      const eventBox = S.h("div", { class: "panel" });
+      const eventSection = S.h(
+        "details",
+        { class: "group", ontoggle: () => showEvents() },
+        S.h("summary", {}, S.h("h2", {}, "Events"), eventCount),
+        eventBox,
+      );
+      const showEvents = () => {
+        eventCount.textContent = S.number(charts.events.length);
+        eventSection.hidden = !charts.events.length;
+        if (eventSection.open) eventBox.replaceChildren(S.eventList(charts.events.slice(-MOST_EVENTS)));
+      };
+      showEvents();
+      root.append(eventSection, ...sections.map(({ section }) => section), none);
 
       const apply = (text) => {
         const expression = expressionOf(text);
@@ -322,8 +338,11 @@
 
       return {
         live(run, batch) {
-          if (run === runs[0]) S.addEvents(charts.events, batch.event);
-          if (batch.step.length) charts.append(run, batch.step);
+          if (run === runs[0] && batch.event.length) {
+            S.addEvents(charts.events, batch.event);
+            showEvents();
+          }
+          if (batch.step.length + batch.event.length) charts.append(run, batch.step);
         },
         escape: () => charts.zoom(null, null),
         remove: () => charts.remove(),

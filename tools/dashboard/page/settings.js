@@ -24,7 +24,7 @@
     return found;
   }
 
-  const starts = (info) => (Array.isArray(info.run) ? info.run : info.run ? [info.run] : []);
+  const starts = (info) => info.run || [];
   const latestStart = (info) => starts(info).at(-1) || {};
   const code = (text) => S.h("code", {}, text);
 
@@ -43,8 +43,8 @@
 
   function versionDifferences(runs, infos) {
     const flat = infos.map((info) => {
-      const { versions, machine, git, git_commit: commit } = latestStart(info);
-      return flatten({ versions, machine, git: git ?? commit ?? undefined });
+      const { python, packages, git, machine } = latestStart(info);
+      return flatten({ python, packages, git, machine });
     });
     const keys = [...new Set(flat.flatMap((one) => Object.keys(one)))];
     return keys
@@ -154,20 +154,23 @@
   }
 
   function startPanel(entry, index, count) {
-    const { versions, machine, command, git, git_commit: commit, time_s: at, started_at: began, ...rest } = entry;
+    const { started_at: began, command, folder, python, packages, git, machine } = entry;
+    const commit = git ? `${git.commit}${git.changed ? ", with changes" : ""}` : "–";
     const head = [
-      ["command", S.json(command ?? entry.argv)],
-      ["commit", S.json(git ?? commit ?? undefined)],
-      ["started", S.when(began ?? at)],
-    ].filter(([, value]) => value !== "–");
+      ["command", command],
+      ["folder", folder],
+      ["started", S.when(began)],
+      ["commit", commit],
+    ].filter(([, value]) => value && value !== "–");
     return S.h(
       "details",
       { open: index === count - 1 },
       S.h("summary", {}, S.h("h3", {}, count > 1 ? `Start ${index + 1} of ${count}` : "Start")),
       S.facts(head),
-      machine && [S.h("h4", {}, "Machine"), pairs(machine)],
-      versions && [S.h("h4", {}, "Versions"), pairs(versions)],
-      Object.keys(rest).length > 0 && pairs(rest),
+      S.h("h4", {}, "Machine"),
+      pairs(machine),
+      S.h("h4", {}, "Versions"),
+      pairs({ python, ...packages }),
     );
   }
 
@@ -228,7 +231,7 @@
             ? entries.map((entry, i) => startPanel(entry, i, entries.length))
             : S.empty("`run.json` is not there: the run was started by an older release."),
         ),
-        info.summary && S.panel("Summary", {}, pairs(info.summary)),
+        ...(info.summary ? [S.panel("Summary", {}, pairs(info.summary))] : []),
         S.panel(
           null,
           {},

@@ -103,7 +103,7 @@
     const key = SORT_KEYS[sort.replace("-", "")] || sort.replace("-", "");
     const sign = sort.startsWith("-") ? -1 : 1;
     if (key) rows.sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)) || 0);
-    return { total: rows.length, [name]: rows.slice(Number(offset), Number(offset) + Number(limit)) };
+    return { ...whole, total: rows.length, [name]: rows.slice(Number(offset), Number(offset) + Number(limit)) };
   }
 
   const embedded = (data) => ({
