@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from pathlib import Path
 from PIL import Image
 
 from tests.tools.dashboard.chromium import EXECUTABLE, Page, chromium
-from tests.tools.dashboard.served import served
+from tests.tools.dashboard.served import Server, served
 
 COLOURS = 64
 MOST_BYTES = 150_000
+MOST_ODD = 300
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ PICTURES = (
     Picture("see-narrow", "overview", ".uplot", width=390, height=844, dark=True),
     Picture("see-metrics", "metrics?filter=^(entropy|ess|kl_k|grad_norm)", ".uplot", height=900, dark=True),
     Picture("see-servers", "servers", ".uplot", height=720),
-    Picture("see-account", "account", ".stack", height=740),
-    Picture("see-samples", "samples/{sample}?sort=reward", ".token", height=560, click="[value=ratio]"),
+    Picture("see-account", "account", ".equation .key", height=740),
+    Picture("see-samples", "samples/{sample}", ".token", height=560, click="[value=ratio]"),
     Picture("see-prompts", "prompts/{task}?kind=eval", ".card", height=640),
-    Picture("see-groups", "groups/{group}", ".strip", height=700, dark=True),
-    Picture("see-compare", "compare", ".uplot", runs=2, height=860),
+    Picture("see-groups", "groups/{group}", ".strip", height=860, dark=True),
+    Picture("see-compare", "compare", "tbody tr", runs=2, height=760),
     Picture("see-run", "run", "tbody tr", height=760),
 )
 """One of each view, and one of a telephone."""
@@ -67,10 +69,9 @@ def main() -> None:
     ):
         by_folder = {Path(run["folder"]).resolve(): run["id"] for run in server.get("runs")}
         runs = [by_folder[folder.resolve()] for folder in arguments.runs]
-        sample = server.get(f"runs/{runs[0]}/samples", sort="reward", limit=1)["samples"][0]
-        group = server.get(f"runs/{runs[0]}/groups", state="ready", limit=1)["groups"][0]
+        latest = server.get(f"runs/{runs[0]}/samples", chosen="worst", sort="-step", limit=1)["samples"][0]
         task = next(task for task in server.get(f"runs/{runs[0]}/prompts") if task["kind"] == "eval")
-        names = {"sample": sample["id"], "group": group["id"], "task": task["task"]}
+        names = {"sample": _odd_sample(server, runs[0]), "group": latest["group_id"], "task": task["task"]}
         for picture in PICTURES:
             view = picture.view.format(**names)
             shown = ",".join(runs[: picture.runs])
@@ -78,6 +79,18 @@ def main() -> None:
             file = arguments.out / f"{picture.name}.png"
             file.write_bytes(content)
             print(f"{file}: {len(content) / 1000:.0f} kB")
+
+
+def _odd_sample(server: Server, run: str) -> str:
+    """The kept sample whose ratio is furthest from 1 at one of its tokens."""
+
+    def distance(sample_id: str) -> float:
+        stretches = server.get(f"runs/{run}/samples/{sample_id}")["stretches"]
+        ratios = [ratio for part in stretches for ratio in part["tokens"].get("ratio", []) if ratio]
+        return max((abs(math.log(ratio)) for ratio in ratios), default=0.0)
+
+    listed = server.get(f"runs/{run}/samples", sort="step", limit=MOST_ODD)["samples"]
+    return max((str(sample["id"]) for sample in listed), key=distance)
 
 
 def take(page: Page, picture: Picture, url: str) -> bytes:

@@ -169,7 +169,7 @@
             ...axis,
             size: 19,
             values: (_, ticks) =>
-              ticks.map((tick) => (xName === "time" ? S.duration(tick).replace(" 00s", "") : axisNumber(tick))),
+              ticks.map((tick) => (xName === "time" && tick ? S.duration(tick).replace(" 00s", "") : axisNumber(tick))),
           },
           { ...axis, size: 52, values: (_, ticks) => ticks.map(axisNumber) },
         ],

@@ -292,13 +292,14 @@
           { class: "charts" },
           own.map((key) => charts.element(key)),
         );
+        const count = S.h("span", { class: "muted" });
         const section = S.h(
           "details",
           { class: "group", open: true },
-          S.h("summary", {}, S.h("h2", {}, title), S.h("span", { class: "muted" }, S.number(own.length))),
+          S.h("summary", {}, S.h("h2", {}, title), count),
           grid,
         );
-        return { section, own };
+        return { section, own, count };
       }).filter(Boolean);
       const none = S.empty("No metric matches the filter.");
       const eventCount = S.h("span", { class: "muted" });
@@ -323,11 +324,13 @@
         if (!expression) return;
         context.keep({ filter: text });
         let shown = 0;
-        for (const { section, own } of sections) {
+        for (const { section, own, count } of sections) {
           const fits = own.filter(
             (key) => expression.test(key) || expression.test(S.describe(context.catalog, key).meaning),
           );
           own.forEach((key) => (charts.charts.get(key).root.hidden = !fits.includes(key)));
+          const isWhole = fits.length === own.length;
+          count.textContent = isWhole ? S.number(own.length) : `${S.number(fits.length)} of ${S.number(own.length)}`;
           section.hidden = !fits.length;
           shown += fits.length;
         }

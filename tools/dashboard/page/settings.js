@@ -28,16 +28,30 @@
   const latestStart = (info) => starts(info).at(-1) || {};
   const code = (text) => S.h("code", {}, text);
 
+  /** Keys that differ between any two runs: they say nothing about what the runs do. */
+  const OF_EACH_RUN = /^run\.(name|dir|port_base)$|(^|[._])port$|\.(bind|endpoint)$/;
+
+  const differences = (title, keys, runs) =>
+    S.table(
+      title,
+      [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", run) }))],
+      keys.map(({ key, values }) => ({ cells: [code(key), ...runs.map((run) => code(S.json(values[run])))] })),
+    );
+
   function difference(title, keys, runs, what) {
-    if (!keys.length) return S.panel(title, {}, S.empty(`No ${what} differs.`));
+    const telling = keys.filter(({ key }) => !OF_EACH_RUN.test(key));
+    const others = keys.filter(({ key }) => OF_EACH_RUN.test(key));
     return S.panel(
       title,
       {},
-      S.table(
-        title,
-        [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", run) }))],
-        keys.map(({ key, values }) => ({ cells: [code(key), ...runs.map((run) => code(S.json(values[run])))] })),
-      ),
+      telling.length ? differences(title, telling, runs) : S.empty(`No ${what} differs.`),
+      others.length > 0 &&
+        S.h(
+          "details",
+          {},
+          S.h("summary", { class: "muted" }, `names and ports: ${S.number(others.length)}`),
+          differences("Names and ports", others, runs),
+        ),
     );
   }
 
