@@ -263,8 +263,9 @@ def test_everything_is_reached_by_keys(page: Page, served: Served) -> None:
 def test_drag_in_a_chart_asks_for_the_range(page: Page, served: Served) -> None:
     page.open(served.url("metrics?filter=^reward$", "live"))
     x, y, width = page.wait(
-        "(() => { const box = document.querySelector('.chart:not([hidden]) .u-over')?.getBoundingClientRect();"
-        " return box && [box.x, box.y + box.height / 2, box.width] })()"
+        "(() => { const chart = document.querySelector('.chart:not([hidden])');"
+        " const box = chart?.querySelector('.u-over')?.getBoundingClientRect();"
+        " return chart?.querySelector('.value') && [box.x, box.y + box.height / 2, box.width] })()"
     )
     page.mouse("mouseMoved", x + width * 0.25, y)
     page.mouse("mousePressed", x + width * 0.25, y)
