@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from benchmarks.buffer_run import BufferWorkers
 from benchmarks.figures import Figure, Figures, Goal
-from benchmarks.producer import HEARTBEAT_S, hello, played, trajectories
+from benchmarks.producer import HEARTBEAT_S, delivery, hello, played, trajectories
 from benchmarks.workers import cpu_s
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
@@ -114,7 +114,7 @@ class SimulatedServer:
                 for each in self._answers
             ]
             self._needs_since = time.monotonic()
-            await self._socket.send_multipart([encode(m.Deliver(ids=[ticket.id])), encode(played(ticket, answers))])
+            await self._socket.send_multipart([encode(delivery([ticket], answers)), encode(played(ticket, answers))])
 
 
 class SimulatedFleet:

@@ -4,6 +4,7 @@ import random
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -76,6 +77,13 @@ def played(ticket: m.Ticket, answers: list[m.Trajectory]) -> m.Group:
     return m.Group(id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices, trajectories=answers)
 
 
+def delivery(tickets: Sequence[m.Ticket], answers: Sequence[m.Trajectory]) -> m.Deliver:
+    """The announcement of groups of these answers."""
+    tokens = sum(span.end - span.start for answer in answers for span in answer.spans)
+    ids = [ticket.id for ticket in tickets]
+    return m.Deliver(ids=ids, sampled={"bench": dict.fromkeys(ids, tokens)})
+
+
 class Producer:
     """The protocol of a rollout server, on one blocking socket."""
 
@@ -134,7 +142,7 @@ class Producer:
         if tickets:
             self._completed_at |= dict.fromkeys((ticket.id for ticket in tickets), completed_at)
             groups = [encode_group(played(ticket, answers)) for ticket in tickets]
-            self._send(m.Deliver(ids=[ticket.id for ticket in tickets]), *groups)
+            self._send(delivery(tickets, answers), *groups)
         return len(tickets)
 
     def _acknowledged(self, outcomes: dict[str, str]) -> None:

@@ -62,12 +62,11 @@ class Tokens:
     @classmethod
     def sum_of(cls, parts: Iterable["Tokens"]) -> "Tokens":
         """The sum of several rows."""
-        sums, lost = Counter[str](), Counter[str]()
-        for part in parts:
-            numbers = {name: value for name, value in vars(part).items() if isinstance(value, int)}
-            sums.update({name: numbers[name] for name in _NUMBERS})
-            lost.update(part.lost)
-        return cls(lost=dict(lost), **sums)
+        rows = list(parts)
+        lost = Counter[str]()
+        for row in rows:
+            lost.update(row.lost)
+        return cls(lost=dict(lost), **{name: sum(getattr(row, name) for row in rows) for name in _NUMBERS})
 
     def as_json(self) -> dict[str, Any]:
         """All numbers, with the difference."""

@@ -137,6 +137,8 @@ class SampleStore:
         self._model = model
         self._trackers = trackers
         self._is_broken = False
+        self._files: dict[Kind, int] = {}
+        """Number of files, once it is known."""
 
     def keep(
         self,
@@ -171,7 +173,8 @@ class SampleStore:
             return
         try:
             self._folder.mkdir(exist_ok=True)
-            write_atomically(self._folder / f"{kind}-{number:09d}.msgpack", [_encoder.encode(samples)])
+            file = self._folder / f"{kind}-{number:09d}.msgpack"
+            write_atomically(file, [_encoder.encode(samples)], durable=False)
             self._thin(kind)
         except OSError as error:
             self._is_broken = True
@@ -202,10 +205,14 @@ class SampleStore:
         )
 
     def _thin(self, kind: Kind) -> None:
+        if kind in self._files and self._files[kind] < MOST_FILES:  # a listing takes as long as writing a file
+            self._files[kind] += 1
+            return
         files = sorted(self._folder.glob(f"{kind}-*.msgpack"))
-        if len(files) > MOST_FILES:
-            for file in files[1 : len(files) // 2 : 2]:
-                file.unlink(missing_ok=True)
+        removed = files[1 : len(files) // 2 : 2] if len(files) > MOST_FILES else []
+        for file in removed:
+            file.unlink(missing_ok=True)
+        self._files[kind] = len(files) - len(removed)
 
 
 def _row(sample: Sample, decode: Decode) -> Row:

@@ -105,7 +105,8 @@ def group(
 
 def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     """A real group, as the service would store it."""
-    stored = Inspector(config).admit(group, encode(group))
+    tokens = sum(span.end - span.start for trajectory in group.trajectories for span in trajectory.spans)
+    stored = Inspector(config).admit(group, encode(group), Origin("r0", ENV, tokens))
     assert isinstance(stored, DeliveredGroup)
     return stored
 

@@ -18,6 +18,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router, connect_dealer
 from slipstream.configs import RunConfig
+from tests.buffer.ledger import ENV
 
 PATIENCE_S = 60.0  # far above any duration here: only a hang fails the test
 Some = TypeVar("Some", bound=m.Message)
@@ -143,19 +144,18 @@ class Peer:
 
     async def deliver(self, *groups: m.Group) -> dict[str, str]:
         """Sends groups; the outcomes that the service acknowledges."""
-        head = m.Deliver(ids=[group.id for group in groups], sampled=sampled(groups))
-        await self.send(head, *(encode(group) for group in groups))
+        await self.send(announced(*groups), *(encode(group) for group in groups))
         return (await self.receive(m.Acknowledge)).outcomes
 
 
-def sampled(groups: Sequence[m.Group]) -> m.Sampled:
-    """The tokens of these groups, as their server reports them."""
-    reports: m.Sampled = {}
+def announced(*groups: m.Group) -> m.Deliver:
+    """The announcement of these groups, with their tokens."""
+    sampled: m.Sampled = {}
     for group in groups:
         actions = sum(trajectory.action_mask.count(1) for trajectory in group.trajectories)
         tokens = actions + sum(map(sum, group.lost.values())) + sum(group.unused.values())
-        reports.setdefault("" if group.kind == m.EVAL else "digits", {})[group.id] = tokens
-    return reports
+        sampled.setdefault("" if group.kind == m.EVAL else ENV, {})[group.id] = tokens
+    return m.Deliver(ids=[group.id for group in groups], sampled=sampled)
 
 
 async def reissued(service: BufferService, count: int) -> bool:

@@ -4,8 +4,12 @@ from collections import Counter, defaultdict
 
 from redis.asyncio import Redis
 
+from slipstream.buffer.store.account import account
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.redis import run_prefix
+from slipstream.buffer.store.spill import SpillFolder
+from slipstream.buffer.wire.codec import decode_group
 from slipstream.configs import RunConfig
 
 History = dict[int, list[str]]
@@ -29,6 +33,7 @@ async def assert_accounted_for(redis: Redis, config: RunConfig, *, steps: int) -
     """
     ledger = Ledger(redis, config)
     assert await ledger.verify() == []
+    await _assert_account_fits_groups(redis, config)
     issued = (await ledger.counts()).issued
     prefix = run_prefix(config.run.name)
     unknown = [
@@ -43,3 +48,16 @@ async def assert_accounted_for(redis: Redis, config: RunConfig, *, steps: int) -
     twice = [group_id for group_id, count in uses.items() if count > 1]
     assert not twice, f"trained on more than once: {twice}"
     return history
+
+
+async def _assert_account_fits_groups(redis: Redis, config: RunConfig) -> None:
+    """The tokens in the account are those in the bytes of the groups, which are used once."""
+    total = (await account(Ledger(redis, config).scripts)).total
+    assert total.closes
+    reader = LedgerReader(redis, config.run.name, SpillFolder(config.paths.spill))
+    for states, tokens in ((("trained", "durable"), total.trained), (("ready",), total.ready)):
+        ids = [group_id for state in states for group_id in await reader.ids(state)]
+        blobs = [record.blob for record in await reader.groups(ids) if record is not None]
+        groups = [decode_group(blob) for blob in blobs if blob is not None]
+        masks = [trajectory.action_mask for group in groups for trajectory in group.trajectories]
+        assert tokens == sum(mask.count(1) for mask in masks), states

@@ -15,7 +15,7 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
 from tests.buffer.groups import LONG, answered
-from tests.buffer.peers import Peer, connected, serving, until
+from tests.buffer.peers import Peer, announced, connected, serving, until
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.own_redis import OwnRedis
 from tests.faults.scripted_run import REWARD, STEPS, scripted_run
@@ -95,7 +95,7 @@ async def delivered(server: Peer, ticket: m.Ticket) -> bool:
     group = answered(ticket)
     for trajectory in group.trajectories:
         trajectory.scores.update({REWARD: 1.0} | {f"{number:0{LONG}}": 1.0 for number in range(10)})
-    await server.send(m.Deliver(ids=[ticket.id]), encode(group))
+    await server.send(announced(group), encode(group))
     await server.send(m.StateRequest(request=1))
     acknowledged = False
     while True:

@@ -17,6 +17,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
+from tests.buffer.peers import announced
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -67,7 +68,7 @@ class RolloutServer:
             )
             for ticket, tokens in zip(tickets, cycle(lengths), strict=False)
         ]  # fmt: skip
-        frames = [encode(m.Deliver(ids=[group.id for group in groups])), *(encode(group) for group in groups)]
+        frames = [encode(announced(*groups)), *(encode(group) for group in groups)]
         self.socket.send_multipart(frames)
         assert set(self._await(m.Acknowledge).outcomes.values()) == {"ready"}
         return [each for group in groups for each in group.trajectories]

@@ -1,6 +1,7 @@
 """`slipstream dashboard`: serves runs, live and finished, as a page on this machine."""
 
 import argparse
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ def listening(port: int) -> socket.socket:
 
 def serve(runs: Runs, listener: socket.socket) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a tokenizer comes from the cache, or texts are shown as ids
     import uvicorn
 
     from slipstream.tools.dashboard.app import Dashboard

@@ -1,7 +1,6 @@
 """Access to the ledgers of runs: a worker process for each, started when it is first asked for, and kept."""
 
 import asyncio
-import os
 import sys
 import time
 from collections import OrderedDict
@@ -121,7 +120,6 @@ class _Worker:
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
             start_new_session=True,  # Ctrl-C must not reach it: it ends with its stdin
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
         return self._process
 

@@ -14,8 +14,9 @@ from slipstream.tools.cli import table_console
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
 from slipstream.tools.transcript import printable
 
-MOST_SERVERS = 20
-"""Servers of which the table has rows of their own."""
+MOST_ROWS = 20
+"""Rows shown, those with the most tokens; the others are summed up."""
+MIN_COLUMNS = 100
 STATES = ("trained", "ready", "leased", "in_flight", "evaluation")
 
 
@@ -34,39 +35,42 @@ def command(argv: Sequence[str]) -> int:
 
     async def work(opened: OpenLedger) -> int:
         found = await account(opened.ledger.scripts)
+        problems = found.problems()
         if arguments.json:
             print(json.dumps(found.as_json(), indent=2))
         else:
             _show(found)
-        for problem in found.problems():
+        for problem in problems:
             print(printable(problem), file=sys.stderr)
-        return 1 if found.problems() else 0
+        return 1 if problems else 0
 
     return with_ledger(arguments.run, work)
 
 
 def _show(found: Account) -> None:
-    """Prints the sum, then rows by env and server."""
-    console = table_console(min_width=100)
-    print(printable(_sentence(found.total)))
-    console.print(_table(found))
-
-
-def _sentence(total: Tokens) -> str:
-    parts = [f"{getattr(total, state):,} {state.replace('_', ' ')}" for state in STATES]
-    parts += [f"{tokens:,} {reason}" for reason, tokens in Counter(total.lost).most_common()]
-    return f"{total.generated:,} generated = " + " + ".join(parts)
-
-
-def _table(found: Account) -> Table:
+    """Prints the sum, then the rows."""
+    print(_sentence(found.total))
     table = Table(border_style="cyan")
     table.add_column("env", style="bold cyan", no_wrap=True)
     table.add_column("server", overflow="fold")
-    for name in ("generated", *STATES):
+    for name in ("generated", *STATES, "lost"):
         table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("lost", overflow="fold")
-    for row in found.rows[:MOST_SERVERS]:
-        lost = ", ".join(f"{tokens:,} {reason}" for reason, tokens in Counter(row.lost).most_common())
-        numbers = [f"{getattr(row, state):,}" for state in ("generated", *STATES)]
-        table.add_row(Text(printable(row.env)), Text(printable(row.server)), *numbers, Text(printable(lost)))
-    return table
+    rows = sorted(found.rows, key=lambda row: -row.generated)
+    shown, others = rows[:MOST_ROWS], rows[MOST_ROWS:]
+    for row in sorted(shown, key=found.rows.index):
+        table.add_row(Text(printable(row.env)), Text(printable(row.server)), *_numbers(row))
+    if others:
+        table.add_row(f"{len(others):,} other rows", "", *_numbers(Tokens.sum_of(others)))
+    table_console(min_width=MIN_COLUMNS).print(table)
+
+
+def _sentence(total: Tokens) -> str:
+    """Generated tokens as a sum."""
+    parts = [f"{getattr(total, state):,} {state.replace('_', ' ')}" for state in STATES]
+    parts += [f"{tokens:,} {printable(reason)}" for reason, tokens in Counter(total.lost).most_common()]
+    return f"{total.generated:,} generated = " + " + ".join(parts)
+
+
+def _numbers(tokens: Tokens) -> list[str]:
+    numbers = [tokens.generated, *(getattr(tokens, state) for state in STATES), sum(tokens.lost.values())]
+    return [f"{number:,}" for number in numbers]

@@ -190,7 +190,7 @@ class RLTrainer(Trainer[StepData]):
         if self.root is None:
             return self.train_step.run(batch, unpublished_steps=unpublished_steps)
         chosen = choose(batch.trajectories, seed=done)
-        traced = ActionTrace(chosen.values())
+        traced = ActionTrace({row: batch.trajectories[row] for row in chosen.values()})
         try:
             return self.train_step.run(batch, unpublished_steps=unpublished_steps, traced=traced)
         finally:  # also when the step shows that training diverged

@@ -44,7 +44,9 @@ class FakeLedger:
         self.during: Callable[[], object] = lambda: None
         """Called once, in the next request."""
 
-    async def heartbeat(self, held: dict[str, list[str]], *, grace_s: float) -> dict[str, int]:
+    async def heartbeat(
+        self, held: dict[str, list[str]], *, sampled: dict[str, m.Sampled], grace_s: float
+    ) -> dict[str, int]:
         self.heartbeats.append(held)
         self.graces_s.append(grace_s)
         return {}

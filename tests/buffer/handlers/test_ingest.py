@@ -1,6 +1,6 @@
 """Deliveries are stored in batches and acknowledged once they are stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -8,7 +8,7 @@ from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.handlers.peers import MalformedCounter
 from slipstream.buffer.handlers.rollout import Ingest
 from slipstream.buffer.store.redis import MemoryGuard
-from slipstream.buffer.store.types import DeliveredGroup, Facts
+from slipstream.buffer.store.types import DeliveredGroup, Facts, Origin
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -32,10 +32,14 @@ class FakeLedger:
     async def places(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(ids, (0, 0))
 
-    async def record_failure(self, ticket_id: str, *, reason: str, ignored_failures: int) -> str:
+    async def record_failure(
+        self, ticket_id: str, *, reason: str, ignored_failures: int, origin: Origin, lost: Mapping[str, int]
+    ) -> str:
         return "void"
 
-    async def filter(self, group_id: str, *, reason: str, facts: Facts, ignored_failures: int = 0) -> str:
+    async def filter(
+        self, group_id: str, *, reason: str, facts: Facts, origin: Origin, ignored_failures: int = 0
+    ) -> str:
         return "again"
 
 

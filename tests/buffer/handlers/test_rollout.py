@@ -20,7 +20,7 @@ from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.ledger import issue
-from tests.buffer.peers import Peer, connected, reissued, serving, until
+from tests.buffer.peers import Peer, announced, connected, reissued, serving, until
 
 
 def positions(tickets: list[m.Ticket]) -> list[tuple[int, list[int]]]:
@@ -157,7 +157,7 @@ async def test_acknowledge_precedes_welcome(
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     monkeypatch.setattr(service, "_delivered", asyncio.Event())  # nothing but the hello makes it store anything
-    await server.send(m.Deliver(ids=[ticket.id]), encode(answered(ticket)))
+    await server.send(announced(answered(ticket)), encode(answered(ticket)))
     await server.hello()
     assert (await server.receive(m.Acknowledge)).outcomes == {ticket.id: "ready"}
     await server.receive(m.Welcome)
@@ -177,7 +177,7 @@ async def test_restarted_server_gets_its_tasks_again(server: Peer, service: Buff
 async def test_goodbye_reissues_tickets(server: Peer, service: BufferService, config: RunConfig) -> None:
     await server.join(credits=3)
     kept, *left = await server.tickets()
-    await server.send(m.Deliver(ids=[kept.id]), encode(answered(kept)))
+    await server.send(announced(answered(kept)), encode(answered(kept)))
     await server.send(m.ServerGoodbye(incarnation="of another process"))
     await server.send(m.ServerGoodbye(incarnation="i1"))
     assert (await server.receive(m.Acknowledge)).outcomes == {kept.id: "ready"}

@@ -53,6 +53,10 @@ class Model:
     skipped: int = 0
     """Tasks that the cursor moved past."""
     in_flight: dict[str, Ticket] = field(default_factory=dict)
+    holder: dict[str, str] = field(default_factory=dict)
+    """Server by ticket."""
+    broken_tokens: int = 0
+    """Tokens of failed tickets."""
     late: dict[str, str] = field(default_factory=dict)
     """Server by expired ticket that it may still work on."""
     reissue: list[Task] = field(default_factory=list)

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
+from slipstream.buffer.store.account import account
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.spill import Spiller, SpillFolder
@@ -45,6 +46,7 @@ from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION
 SERVERS = "ab"
 SKIPS: tuple[tuple[int, ...], ...] = ((), (0,), (1, 2, TRAIN_TASKS))
 """Tasks that a grant skips, by their distance from the cursor."""
+GROUP_TOKENS = 3
 EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed", "read back",
            "repeated", "not repeated")  # fmt: skip
 
@@ -102,12 +104,15 @@ class Interleavings(RuleBasedStateMachine):
                 model.cursor += 1
             model.issued += 1
             assert task.id == str(model.issued)
+            model.holder[task.id] = server
             deadline_s = AT_ONCE_S if doomed else LATER_S
             model.in_flight[task.id] = Ticket((task.epoch, task.position), server, version, deadline_s)
 
     @precondition(lambda self: self.model.in_flight)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
+        for server in SERVERS:
+            self._report_tokens(server)
         left_out = data.draw(st.integers(0, 1))
         for id in sorted(self.model.in_flight, key=int)[left_out:]:
             self._arrive(id, data.draw(st.integers(self.model.in_flight[id].version, self.model.version)))
@@ -126,19 +131,23 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.model.in_flight, key=int)))
-        assert self.runner.run(fail(self.store, id)) == "filtered"
-        assert self.runner.run(fail(self.store, id)) == "duplicate"
+        tokens, server = int(id) % GROUP_TOKENS, self.model.holder[id]
+        assert self.runner.run(fail(self.store, id, tokens=tokens, server=server)) == "filtered"
+        assert self.runner.run(fail(self.store, id, tokens=tokens, server=server)) == "duplicate"
+        self.model.broken_tokens += tokens
         del self.model.in_flight[id]
         self.model.failed.add(id)
         self.model.filtered += 1
 
     @rule(server=st.sampled_from(SERVERS))
     def restart_server(self, server: str) -> None:
+        self._report_tokens(server)
         incarnation = f"another {next(self.numbers)}"
         assert self.runner.run(self.store.join(server, incarnation)) == self.model.take_back(server)
 
     @rule(server=st.sampled_from(SERVERS))
     def remove_server(self, server: str) -> None:
+        self._report_tokens(server)
         assert self.runner.run(self.store.leave(server, "of an earlier process")) == 0
         assert self.runner.run(self.store.leave(server, "first")) == self.model.take_back(server)
 
@@ -158,6 +167,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def silence_all_servers(self) -> None:
+        for server in SERVERS:
+            self._report_tokens(server, late=True)
         swept = self.runner.run(self.store.sweep(silent_s=0.0))
         late, lapsing = self._due()
         servers = {ticket.server for ticket in self.model.in_flight.values()}
@@ -333,6 +344,17 @@ class Interleavings(RuleBasedStateMachine):
         assert problems == []
         assert blobs == [f"bytes of {id}".encode() if id in stored else None for id in ids]
         assert charged == [len(model.charged(server)) for server in SERVERS]
+        self._account_matches_model()
+
+    def _account_matches_model(self) -> None:
+        model, total = self.model, self.runner.run(account(self.store.scripts)).total
+        used = [steps for steps in model.uses.values() if steps]
+        waiting = [id for id in (*model.ready, *model.held()) if not model.uses.get(id)]
+        assert (total.trained, total.ready + total.leased) == (GROUP_TOKENS * len(used), GROUP_TOKENS * len(waiting))
+        assert total.uses == GROUP_TOKENS * sum(map(len, used))
+        assert total.lost.get("too_stale", 0) == GROUP_TOKENS * model.expired
+        assert total.lost.get("broken", 0) == model.broken_tokens
+        assert total.closes
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -354,6 +376,16 @@ class Interleavings(RuleBasedStateMachine):
                 held.lapsed, held.deadline_s = False, AT_ONCE_S if doomed else LATER_S
                 self.model.ready -= set(held.ids)
 
+    def _report_tokens(self, server: str, *, late: bool = False) -> None:
+        """A heartbeat with tokens; `late`: also of the last ticket that it was thought to hold no more."""
+        held = self.model.charged(server)
+        gone = [id for id, holder in self.model.holder.items() if late and holder == server and id not in held][-1:]
+        sampled = {id: (int(id) + self.model.cursor) % GROUP_TOKENS for id in [*held, *gone]}
+        assert self.runner.run(heartbeat(self.store, server, [*held, *gone], sampled=sampled)) == 0
+        for id in gone:
+            if id not in self.model.oldest and id not in self.model.failed:
+                self.model.late[id] = server
+
     def _arrive(self, id: str, oldest: int) -> None:
         del self.model.in_flight[id]
         assert self._deliver(id, oldest) == "ready"
@@ -362,7 +394,8 @@ class Interleavings(RuleBasedStateMachine):
         self.model.oldest[id] = oldest
 
     def _deliver(self, id: str, oldest: int) -> str:
-        (outcome,) = self.runner.run(deliver(self.store, [id], oldest_version=oldest))
+        delivering = deliver(self.store, [id], oldest_version=oldest, length=GROUP_TOKENS, server=self.model.holder[id])
+        (outcome,) = self.runner.run(delivering)
         return outcome
 
     def _lease(self, step: int, consuming_version: int, *, doomed: bool) -> list[str]:

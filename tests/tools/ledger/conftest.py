@@ -17,7 +17,7 @@ from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
 from slipstream.buffer.store.spill import Spiller, SpillFolder
-from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, TicketRequest
+from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, Origin, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -154,6 +154,7 @@ def delivered(config: RunConfig, task: IssuedTask, answers: Sequence[m.Trajector
     group = train_group(task.id, index=index)
     if answers:
         group = msgspec.structs.replace(group, trajectories=list(answers))
-    stored = Inspector(config).admit(group, encode(group))
+    tokens = sum(span.end - span.start for trajectory in group.trajectories for span in trajectory.spans)
+    stored = Inspector(config).admit(group, encode(group), Origin(SERVER, "digits", tokens))
     assert isinstance(stored, DeliveredGroup)
     return stored

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
-from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
+from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups, token_sequence
+from slipstream.learner.data.packing import MicroBatch, pack
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.models.scoring import score_actions
@@ -30,6 +30,7 @@ from tests.learner.recorded import (
     train,
     weights_of,
 )
+from tests.learner.recorded import trajectory as recorded_trajectory
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -100,7 +101,7 @@ def test_traced_values_are_those_of_the_loss(world: World, make_config: MakeConf
     train_step = build_train_step(config, world)
     data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
     rows, model = data.rows, plain_copy(train_step, config)
-    traced = ActionTrace([0, 5, 30])
+    traced = ActionTrace({row: data.trajectories[row] for row in (0, 5, 30)})
     figures = train_step.run(data, unpublished_steps=0, traced=traced)
     columns, kept = traced.columns(), 0.0
     assert columns.keys() == {0, 5, 30}
@@ -125,13 +126,13 @@ def test_traced_values_are_those_of_the_loss(world: World, make_config: MakeConf
 
 
 def test_trace_of_a_failed_step_has_no_ratios() -> None:
-    mask = np.array([0, 1, 1, 1], dtype=bool)
-    updates = [pack([TokenSequence(np.arange(4), mask)], token_budget=10)]
-    traced = ActionTrace([0])
+    answer = recorded_trajectory(np.random.default_rng(0), tokens=4)
+    updates = [pack([token_sequence(answer, {})], token_budget=10)]
+    traced = ActionTrace({0: answer})
     assert traced.columns() == {}
-    traced.prepared(updates, torch.tensor([[0.5, 0.5, 0.25, 0.0]]))
+    traced.prepared(updates, torch.tensor([[0.5, 0.25, 0.125, 0.0]]))
     found = traced.columns()[0]
-    np.testing.assert_array_equal(np.frombuffer(found.advantage, dtype="<f4"), [0.5, 0.5, 0.25])
+    np.testing.assert_array_equal(np.frombuffer(found.advantage, dtype="<f4"), [0.5, 0.25, 0.125])
     assert np.isnan(np.frombuffer(found.ratio, dtype="<f4")).all()
     assert not np.frombuffer(found.trained, dtype="<f4").any()
 
