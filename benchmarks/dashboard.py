@@ -4,6 +4,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from subprocess import PIPE, Popen
@@ -51,6 +52,14 @@ new Promise((resolve) => {
 """
 
 
+@dataclass(frozen=True)
+class Load:
+    """Seconds from the start of a navigation until its view is drawn, and CPU seconds of the page's main thread."""
+
+    seconds: float
+    cpu_s: float
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this part."""
     parser.add_argument("--steps", type=at_least(1), default=10_000, help="steps of the run")
@@ -69,22 +78,30 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
         write_run(config, steps=options.steps, servers=options.servers)
         with _dashboard(config.paths.root) as address, chromium(folder / "profile") as page:
             page.show(1280)
+            page.call("Performance.enable", timeDomain="threadTicks")  # CPU seconds: other processes do not count
             loads = {
                 view: [_load(page, f"{address}/#/{view}", view) for _ in range(options.rounds + 1)] for view in VIEWS
             }
             page.open(f"{address}/#/servers")
             page.wait(VIEWS["servers"])
             gaps, per_frame = _scroll(page, options.frames)
-    for view, seconds in loads.items():
+    for view, measured in loads.items():
+        first, *seconds = [load.seconds for load in measured]
         figures.show(
-            Figure(f"{view}: load", median(seconds[1:]), "s", LOAD), Figure("  the first time", seconds[0], "s")
+            Figure(f"{view}: load", median(seconds), "s", LOAD),
+            Figure("  CPU time of the page", median(load.cpu_s for load in measured[1:]), "s"),
+            Figure("  load, the first time", first, "s"),
         )
     figures.show(
         Figure("scrolling: scripts, style, layout of a frame", sum(per_frame[name] for name in WORK), "ms", FRAME),
         Figure("  main thread with painting, no GPU", per_frame["TaskDuration"], "ms"),
         Figure("  median time between frames", median(gaps), "ms"),
     )
-    return {"loads_s": loads, "frame_gaps_ms": gaps, "per_frame_ms": per_frame}
+    return {
+        "loads": {view: [asdict(load) for load in measured] for view, measured in loads.items()},
+        "frame_gaps_ms": gaps,
+        "per_frame_ms": per_frame,
+    }
 
 
 @contextmanager
@@ -98,19 +115,17 @@ def _dashboard(run: Path) -> Iterator[str]:
             server.terminate()
 
 
-def _load(page: Page, url: str, view: str) -> float:
-    """Seconds from the start of the navigation until the view is drawn."""
+def _load(page: Page, url: str, view: str) -> Load:
     page.call("Page.navigate", url="about:blank")
     added = page.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH % VIEWS[view])
     page.call("Page.navigate", url=url)
     milliseconds: float = page.evaluate("window.complete")
     page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
-    return milliseconds / 1000
+    return Load(milliseconds / 1000, _durations_s(page)["TaskDuration"])
 
 
 def _scroll(page: Page, frames: int) -> tuple[list[float], dict[str, float]]:
     """Milliseconds between frames while a list scrolls, and of the main thread in each of them, by kind of work."""
-    page.call("Performance.enable")
     before = _durations_s(page)
     gaps: list[float] = page.evaluate(SCROLL % frames)
     after = _durations_s(page)

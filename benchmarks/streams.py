@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,10 @@ def _listening(server: Server, clients: int) -> Iterator[list[int]]:
     received, ready, stop = [0] * clients, threading.Barrier(clients + 1), threading.Event()
 
     def listen(client: int) -> None:
-        with httpx.stream("GET", f"{server.url}/api/runs/long/stream", timeout=None) as reply:
+        with (
+            suppress(httpx.RemoteProtocolError),  # the server ends first
+            httpx.stream("GET", f"{server.url}/api/runs/long/stream", timeout=None) as reply,
+        ):
             for part in reply.iter_bytes():
                 if not received[client] and b"event: state" in part:
                     ready.wait()
@@ -110,4 +113,4 @@ def _listening(server: Server, clients: int) -> Iterator[list[int]]:
 
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)

@@ -45,7 +45,7 @@ class LineFollower:
                     if newline or len(part) < PART_BYTES:
                         break
                     self.offset += len(part)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # missing, or not to be read at present
             return []
         self.offset += len(complete) + len(newline)
         return complete.split(b"\n") if newline else []
@@ -57,7 +57,7 @@ class LineFollower:
                 start = max(0, os.fstat(file.fileno()).st_size - PART_BYTES)
                 file.seek(start)
                 self.offset = start + file.read().rfind(b"\n") + 1
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             self.offset = 0
 
 

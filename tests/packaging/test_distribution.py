@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout_servers", "models", "buffer", "rewards", "env", "sandbox", "configs", "tools")
-SHIPPED = (".py", ".lua", ".yaml", ".typed")
+SHIPPED = (".py", ".lua", ".yaml", ".typed", ".html", ".js", ".css", ".LICENSE")
 NOT_SOURCES = (".*", "runs", "build", "dist", "__pycache__", "*.egg-info")
 NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton"}
 """See the head of constraints.txt."""

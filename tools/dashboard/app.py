@@ -28,6 +28,8 @@ from slipstream.tools.follow import json_bytes
 
 PAGE: Final = Path(__file__).parent / "page"
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+FOREIGN: Final = frozenset({"cross-site", "same-site"})
+"""Values of the header `Sec-Fetch-Site` of another site's page, or of another server's on this host."""
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,9 +51,11 @@ class Json(Response):
 
 
 class Guard:
-    """Refuses requests that name another host than the loopback, and sets the headers that confine the page.
+    """Refuses requests that name another host than the loopback or come from another site's page, and sets the headers
+    that confine the page.
 
-    A page of another site may make a browser send requests here under a name of its own (DNS rebinding).
+    A page of another site may make a browser send requests here, also under a name of its own (DNS rebinding). It can't
+    read the answers, but some of them take work.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -68,12 +72,16 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *headers]}
             await send(message)
 
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if _without_port(host).lower() in LOOPBACK:
-            await self._app(scope, receive, send_with_headers)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get("host", "")
+        if _without_port(host).lower() not in LOOPBACK:
+            refusal = f"this server answers to localhost only, not to {host!r}: forward its port by ssh -L"
+            await Json({"error": refusal}, 400)(scope, receive, send_with_headers)
+        elif scope["path"].startswith("/api/") and headers.get("sec-fetch-site", "none") in FOREIGN:
+            refusal = "a page of another site asked for this; open the dashboard's own page"
+            await Json({"error": refusal}, 403)(scope, receive, send_with_headers)
         else:
-            refusal = {"error": f"this server answers to localhost only, not to {host!r}: forward its port by ssh -L"}
-            await Json(refusal, 400)(scope, receive, send_with_headers)
+            await self._app(scope, receive, send_with_headers)
 
 
 def _without_port(host: str) -> str:
@@ -118,7 +126,7 @@ class Dashboard:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._samples = Samples()
+        self._samples = Samples(runs)
         self._ledgers = Ledgers()
         self._feeds: dict[str, Feed] = {}
 

@@ -37,9 +37,9 @@ class Table:
         rows = len(self._row_of)
         row = self._row_of.setdefault(int(key), rows)
         if row < rows:
-            for column in self._columns.values():
-                if row < len(column):
-                    column[row] = math.nan
+            for replaced in self._columns.values():
+                if row < len(replaced):
+                    replaced[row] = math.nan
         for name, value in record.items():
             if isinstance(value, int | float):
                 column = self._columns.get(name)

@@ -1,6 +1,7 @@
 """`slipstream dashboard`: serves runs, live and finished, as a page on this machine."""
 
 import argparse
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Final
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.signals import STOP_SIGNALS, service_exit_code
 from slipstream.tools.dashboard.runs import Runs
-from slipstream.tools.ledger.open import RUNS
+from slipstream.tools.ledger.open import RUNS, find_folder
 
 PORT: Final = 7788
 SHUTDOWN_S: Final = 2
@@ -30,7 +31,8 @@ def command(argv: Sequence[str]) -> int:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="folders of runs, names under runs/, or folders that hold runs; default: runs/",
+        help="folders of runs, their names under runs/ or configuration files, or folders that hold runs; default: "
+        "runs/",
     )
     parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}; 0: a free one")
     arguments = parser.parse_args(argv)
@@ -40,16 +42,8 @@ def command(argv: Sequence[str]) -> int:
 
 
 def places(names: Sequence[str]) -> list[Path]:
-    """The named folders, those of runs and those that hold runs. Raises: ConfigError for one that is not there."""
-    if not names:
-        return [RUNS]
-    found = [next((path for path in (Path(name), RUNS / name) if path.is_dir()), None) for name in names]
-    if missing := [name for name, path in zip(names, found, strict=True) if path is None]:
-        known = ", ".join(run.id for run in Runs([RUNS]).all())
-        raise ConfigError(
-            [f"there is no folder {name!r}; runs in {RUNS.resolve()}: {known or 'none'}" for name in missing]
-        )
-    return [path for path in found if path is not None]
+    """The named folders; `runs/` without names. Raises: ConfigError for one that is not there."""
+    return [find_folder(name).root for name in names] or [RUNS]
 
 
 def listening(port: int) -> socket.socket:
@@ -69,12 +63,13 @@ def listening(port: int) -> socket.socket:
 
 def serve(runs: Runs, listener: socket.socket) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a tokenizer comes from the cache, or texts are shown as ids
     import uvicorn
 
     from slipstream.tools.dashboard.app import Dashboard
 
     host, port = listener.getsockname()
-    print(f"dashboard at http://{host}:{port}", flush=True)
+    print(f"dashboard of {len(runs.all())} runs at http://{host}:{port}", flush=True)
     config = uvicorn.Config(
         Dashboard(runs).app(),
         log_level="warning",

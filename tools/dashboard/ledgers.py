@@ -1,7 +1,6 @@
 """Access to the ledgers of runs: a worker process for each, started when it is first asked for, and kept."""
 
 import asyncio
-import os
 import sys
 import time
 from collections import OrderedDict
@@ -9,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
+from anyio.to_thread import run_sync
 
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.dashboard.runs import Run
@@ -31,13 +31,14 @@ class Ledgers:
     """The workers of all runs."""
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[tuple[str, bool], _Worker] = OrderedDict()
+        self._workers: OrderedDict[tuple[str, float | None], _Worker] = OrderedDict()
         self._kept: dict[tuple[str, str], tuple[float, Any]] = {}
 
     async def ask(self, run: Run, call: str, **arguments: Any) -> Any:
         """The answer of the run's worker. Raises: LedgerError."""
-        # Of a run that is continued, the worker has a copy of its ledger; of one that ended, its server has ended.
-        key = run.id, run.state == "running"
+        # A copy is that of one end of the run: it may be continued.
+        ended_at = await run_sync(lambda: None if run.state == "running" else run.updated_at)
+        key = run.id, ended_at
         worker = self._workers.pop(key, None)
         if worker is None or worker.has_ended:
             worker = _Worker(run)
@@ -119,12 +120,13 @@ class _Worker:
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
             start_new_session=True,  # Ctrl-C must not reach it: it ends with its stdin
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
         return self._process
 
     async def close(self) -> None:
         """Ends the process and what it started."""
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=CLOSE_S)
         process = self._process
         if process is None or process.returncode is not None:
             return

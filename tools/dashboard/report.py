@@ -5,6 +5,7 @@ import asyncio
 import base64
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +25,10 @@ SAMPLES: Final = 64
 GROUPS: Final = 200
 SERIES_BYTES: Final = 3 << 20
 """Of the curves of all runs; they are thinned to fit."""
-DATA_BYTES: Final = 5_000_000
-"""Of everything; samples are left out, the oldest first, until it fits."""
+DATA_BYTES: Final = 4_700_000
+"""Of everything; tokens of samples are left out, the oldest first, until it fits. With the page it is below 5 MB."""
+EVENTS: Final = 1000
+"""Of each run, the latest."""
 NUMBER_BYTES: Final = 10
 """About what a number of a curve takes."""
 MOST_POINTS, LEAST_POINTS = 2000, 50
@@ -71,7 +74,7 @@ async def answers(runs: Runs, *, samples: int = SAMPLES) -> dict[str, Any]:
         "metrics": catalogue(),
         "compare": {"keys": compare(chosen)},
     }
-    ledgers, stored = Ledgers(), Samples()
+    ledgers, stored = Ledgers(), Samples(runs)
     try:
         for run in chosen:
             of_run = _of_files(runs, run, share=SERIES_BYTES // len(chosen))
@@ -90,7 +93,7 @@ def _of_files(runs: Runs, run: Run, *, share: int) -> dict[str, Any]:
         "": run.detail(),
         "/series": runs.series(run, points=points),
         "/series?kind=eval": runs.series(run, kind="eval", points=points),
-        "/events": run.events(),
+        "/events": run.events()[-EVENTS:],
         "/servers": run.servers(),
         "/servers?history=1": run.servers_history(points),
     }
@@ -103,12 +106,13 @@ def _of_samples(run: Run, stored: Samples, most: int) -> dict[str, Any]:
         listed += stored.search(run, Selection(kind=kind, sort="-step", limit=most))["samples"]
     found: dict[str, Any] = {"/samples": {"total": len(listed), "samples": listed}}
     found |= {f"/samples/{row['id']}": stored.one(run, row["id"]) for row in listed}
-    kept = {row["task"] for row in listed}
-    prompts = [task for task in stored.prompts(run, PROMPTS) if task["task"] in kept]
+    kept = {(row["kind"], row["task"]) for row in listed}
+    prompts = [task for task in stored.prompts(run, PROMPTS) if (task["kind"], task["task"]) in kept]
     found["/prompts"] = prompts
     for task in prompts:
         same = [row for row in listed if row["task"] == task["task"] and row["kind"] == task["kind"]]
-        found[f"/prompts/{task['task']}"] = {"total": len(same), "samples": same}
+        variant = "?kind=eval" if task["kind"] == "eval" else ""
+        found[f"/prompts/{task['task']}{variant}"] = {"total": len(same), "samples": same}
     return found
 
 
@@ -122,14 +126,20 @@ async def _of_ledger(run: Run, ledgers: Ledgers) -> dict[str, Any]:
 
 
 def _within(data: dict[str, Any]) -> dict[str, Any]:
-    """The data without the tokens of the oldest samples, of as many as make it too large."""
+    """The data without the tokens of samples, of as many as make it too large: of each run the oldest first."""
     sizes = {path: len(json_bytes(answer)) for path, answer in data.items()}
-    samples = [path for path in data if "/samples/" in path]
+    ranks: dict[str, int] = {}
+    counts = Counter[str]()
+    for path in data:
+        run, is_sample, _ = path.partition("/samples/")
+        if is_sample:
+            ranks[path] = counts[run]  # the lists begin with the latest
+            counts[run] += 1
     excess = sum(sizes.values()) - DATA_BYTES
-    while excess > 0 and samples:
-        path = samples.pop()  # the lists begin with the latest
-        excess -= sizes[path]
-        del data[path]
+    for path in sorted(ranks, key=ranks.__getitem__, reverse=True):
+        if excess > 0:
+            excess -= sizes[path]
+            del data[path]
     return data
 
 

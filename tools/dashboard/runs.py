@@ -2,11 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+import numpy as np
 from pydantic import BaseModel
 
 from slipstream.configs.load import load_config
@@ -15,12 +17,14 @@ from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.metrics.catalog import CATALOG
-from slipstream.tools.dashboard.columns import MetricsTable, Table, numbers, thinned
+from slipstream.tools.dashboard.columns import VERSION, MetricsTable, Table, numbers, thinned
 from slipstream.tools.follow import JsonLinesFollower, LineFollower, Record, parse_line
 from slipstream.tools.launch.progress import WARNING_LEVELS, Plan, Progress, apply_log
 
 TAIL_BYTES: Final = 256 << 10
 """Of a metrics or log file, for its latest records."""
+LAST_BYTES: Final = 16 << 10
+"""Of a log file, for its last record."""
 MOST_WARNINGS: Final = 200
 MOST_EVENTS: Final = 10_000
 MOST_TABLES_BYTES: Final = 256 << 20
@@ -44,6 +48,8 @@ class Run:
         self.lock = Lock()
         self.table: MetricsTable | None = None
         self.used_at = 0.0
+        self._tail: Mapping[str, Record] = {}
+        self._tail_at: float | None = None
 
     @property
     def state(self) -> str:
@@ -56,7 +62,7 @@ class Run:
         updated_at = self.updated_at
         if others and updated_at is not None and time.time() - updated_at < FRESH_S:
             return "running"
-        log = tail(self.folder.logs / "learner.jsonl")
+        log = tail(self.folder.logs / "learner.jsonl", LAST_BYTES)
         return "failed" if log and log[-1].get("level") in ("error", "critical") else "stopped"
 
     @property
@@ -164,7 +170,11 @@ class Run:
             with self.lock:
                 table.update()
             return table.last
-        return {str(record.get("kind")): record for record in tail(self.folder.metrics)}
+        updated_at = self.updated_at
+        if updated_at != self._tail_at:
+            self._tail_at = updated_at
+            self._tail = {str(record.get("kind")): record for record in tail(self.folder.metrics)}
+        return self._tail
 
 
 class Runs:
@@ -202,14 +212,30 @@ class Runs:
 
     def series(self, run: Run, **selection: Any) -> Record:
         """As `MetricsTable.series`, of the present content of the run's file."""
+        with self._table(run) as table:
+            return table.series(**selection)
+
+    def version_of(self, run: Run) -> Callable[[int], float]:
+        """A function from a step to the policy version that was the latest when it began; NaN where that is unknown."""
+        with self._table(run) as table:
+            steps, columns = table.steps.sorted([VERSION])
+        versions = columns.get(VERSION, np.full(len(steps), np.nan))
+
+        def version(step: int) -> float:
+            before = int(np.searchsorted(steps, step)) - 1
+            return float(versions[before]) if before >= 0 else 0.0
+
+        return version
+
+    @contextmanager
+    def _table(self, run: Run) -> Iterator[MetricsTable]:
+        """The run's metrics, up to date, for one thread at a time."""
         with run.lock:
-            if run.table is None:
-                run.table = MetricsTable(run.folder.metrics)
-            run.table.update()
+            table = run.table = run.table or MetricsTable(run.folder.metrics)
+            table.update()
             run.used_at = time.monotonic()
-            found = run.table.series(**selection)
+            yield table
         self._drop_oldest_tables(keep=run)
-        return found
 
     def _drop_oldest_tables(self, *, keep: Run) -> None:
         with self._lock:
@@ -264,7 +290,10 @@ def _run_folders(places: Iterable[Path]) -> Iterator[Path]:
 
 def _is_run(root: Path) -> bool:
     folder = RunPaths(root)
-    return folder.config.is_file() or folder.metrics.is_file()
+    try:
+        return folder.config.is_file() or folder.metrics.is_file()
+    except OSError:  # another user's
+        return False
 
 
 def _free_id(name: str, taken: set[str]) -> str:

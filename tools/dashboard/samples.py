@@ -3,7 +3,7 @@
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -21,7 +21,7 @@ from slipstream.configs.schema.model import ModelConfig
 from slipstream.learner.metrics.samples import Sample, read_file
 from slipstream.models.folder import Decode, text_decoder
 from slipstream.tools.dashboard.columns import numbers
-from slipstream.tools.dashboard.runs import Run
+from slipstream.tools.dashboard.runs import Run, Runs
 from slipstream.tools.follow import Record
 from slipstream.tools.transcript import decoder_or_reason, stretches, token_texts
 
@@ -82,7 +82,8 @@ class Row:
 class Samples:
     """The samples of all runs. Decoded texts are kept, within a bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self._files: OrderedDict[tuple[Path, int], list[Row]] = OrderedDict()
         """By path and time of change."""
         self._characters = 0
@@ -92,8 +93,9 @@ class Samples:
         """A page of the chosen samples, `{"total", "samples", "note"}`; `note` is why there is no text, or empty."""
         decode, note = decoder(run)
         wanted = selection.query.casefold()
+        version_of = self._runs.version_of(run)
         found = [
-            row
+            (_with_staleness(row.facts, version_of), row)
             for path, number in _files(run.folder, selection.kind)
             if selection.first <= number <= selection.last
             for row in self._rows(path, decode)
@@ -101,10 +103,12 @@ class Samples:
             and wanted in row.text.casefold()
         ]
         key = _ORDERS.get(selection.sort.removeprefix("-"), "number")
-        known = [row for row in found if row.facts[key] is not None]
-        known.sort(key=lambda row: row.facts[key], reverse=selection.sort.startswith("-"))
-        ordered = known + [row for row in found if row.facts[key] is None]
-        shown = [_with_excerpt(row, wanted) for row in ordered[selection.offset :][: selection.limit]]
+        known = [one for one in found if one[0][key] is not None]
+        known.sort(key=lambda one: one[0][key], reverse=selection.sort.startswith("-"))
+        ordered = known + [one for one in found if one[0][key] is None]
+        shown = [
+            {**facts, "excerpt": _excerpt(row, wanted)} for facts, row in ordered[selection.offset :][: selection.limit]
+        ]
         return {"total": len(ordered), "samples": shown, "note": note}
 
     def one(self, run: Run, sample_id: str) -> Record:
@@ -117,7 +121,8 @@ class Samples:
         decode, note = decoder(run)
         row = _row(samples[index], index, decode)
         return {
-            **_with_excerpt(row, ""),
+            **_with_staleness(row.facts, self._runs.version_of(run)),
+            "excerpt": _excerpt(row, ""),
             "note": note,
             "stretches": stretches_of(samples[index].trajectory, decode, _values(samples[index])),
         }
@@ -255,11 +260,19 @@ def facts_of(trajectory: Trajectory) -> Record:
     }
 
 
-def _with_excerpt(row: Row, wanted: str) -> Record:
-    """The facts and the part of the text around what was searched, or the beginning of the answer."""
+def _with_staleness(facts: Record, version_of: Callable[[int], float]) -> Record:
+    """The facts with how many versions its oldest token was behind when the step began; None if it is unknown."""
+    staleness, oldest = math.nan, facts["oldest_version"]
+    if facts["kind"] == "step" and oldest is not None:
+        staleness = version_of(facts["number"]) - oldest
+    return facts | {"staleness": None if math.isnan(staleness) else int(max(0.0, staleness))}
+
+
+def _excerpt(row: Row, wanted: str) -> str:
+    """The part of the text around what was searched, or the beginning of the answer."""
     at = row.text.casefold().find(wanted) if wanted else -1
     start = row.answer_at if at < 0 else max(0, at - EXCERPT // 4)
-    return {**row.facts, "excerpt": row.text[start : start + EXCERPT]}
+    return row.text[start : start + EXCERPT]
 
 
 def _files(folder: RunPaths, kind: str) -> list[tuple[Path, int]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,11 +50,11 @@ class Feed:
         self._lock = asyncio.Lock()
         """Held while the files are read and while a client joins: it gets each record once."""
 
-    async def events(self, after: str) -> AsyncIterator[bytes]:
+    async def events(self, after: str) -> AsyncGenerator[bytes, None]:
         """Server-sent events, without an end: state and servers, what came after the given id, and all that comes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE)
         async with self._lock:
-            if self._files is None:
+            if self._files is None or self._task is None or self._task.done():
                 self._files = await run_sync(_Files, self._run)
                 await run_sync(self._files.state)
                 self._task = asyncio.create_task(self._follow(self._files))
@@ -66,8 +66,9 @@ class Feed:
             if start.metrics > here.metrics or start.events > here.events:
                 yield _event("reset", {}, here)  # the run was started over
             else:
-                missed = _Files(self._run, start)
-                while missed.precedes(here):
+                missed, before = _Files(self._run, start), None
+                while missed.precedes(here) and missed.position != before:  # a file that was cut has no more
+                    before = missed.position
                     yield await run_sync(missed.records, here)
             while (part := await queue.get()) is not None:
                 yield part
@@ -79,24 +80,29 @@ class Feed:
 
     async def _follow(self, files: "_Files") -> None:
         polls = 0
-        while True:
-            await asyncio.sleep(POLL_S)
-            polls += 1
-            async with self._lock:
-                part = await run_sync(files.records)
-                if polls % STATE_EVERY == 0:
-                    part += await run_sync(files.state)
-                if part:
-                    self._send(part)
+        try:
+            while True:
+                await asyncio.sleep(POLL_S)
+                polls += 1
+                async with self._lock:
+                    part = await run_sync(files.records)
+                    if polls % STATE_EVERY == 0:
+                        part += await run_sync(files.state)
+                    for queue in [*self._clients] if part else []:
+                        if queue.full():
+                            self._cut_off(queue)
+                        else:
+                            queue.put_nowait(part)
+        finally:
+            for queue in [*self._clients]:
+                self._cut_off(queue)
 
-    def _send(self, part: bytes) -> None:
-        for queue in [*self._clients]:
-            if queue.full():
-                self._clients.discard(queue)
-                queue.get_nowait()
-                queue.put_nowait(None)
-            else:
-                queue.put_nowait(part)
+    def _cut_off(self, queue: asyncio.Queue[bytes | None]) -> None:
+        """Ends a client's stream after what it has got so far: it asks for all that came later."""
+        self._clients.discard(queue)
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
 
 
 class _Files:

@@ -46,7 +46,7 @@ def write_run(config: RunConfig, *, steps: int, servers: int) -> None:
     config.paths.metrics.write_text("".join(f"{line}\n" for line in lines))
     (root / "servers.json").write_text(json.dumps(servers_record(steps, servers)))
     history = [
-        {"time_s": STARTED_S + 10 * i, "step": 8 * i, "servers": servers, "tokens_per_s": 900.0 * servers}
+        {"time_s": 10.0 * i, "step": 8 * i, "server_count": servers, "tokens_per_s": 900.0 * servers, "lag_max": 1}
         for i in range(30)
     ]
     (root / "servers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in history))
@@ -56,11 +56,10 @@ def write_run(config: RunConfig, *, steps: int, servers: int) -> None:
         )
     )
     start = {
-        "time_s": STARTED_S,
-        "command": f"slipstream up {HOSTILE}",
-        "versions": {"torch": "2.13.0"},
-        "machine": {"cpu": HOSTILE, "cores": 2},
-    }
+        "started_at": STARTED_S, "command": f"slipstream up {HOSTILE}", "folder": HOSTILE, "python": "3.11.7",
+        "packages": {"torch": "2.13.0"}, "git": {"commit": "4d793dd9", "changed": True},
+        "machine": {"cpu": HOSTILE, "cores": 2, "memory_bytes": 24_000_000_000, "gpus": []},
+    }  # fmt: skip
     (root / "run.json").write_text(json.dumps([start]))
     warning = {"timestamp": "2026-11-27T12:00:00Z", "level": "warning", "event": HOSTILE, "logger": "learner"}
     (config.paths.logs / "learner.jsonl").write_text(f"{json.dumps(warning)}\n")
@@ -103,13 +102,14 @@ def _evaluation(version: int, steps: int) -> dict[str, Any]:
 
 def event(step: int, kind: str) -> dict[str, Any]:
     """A record of events.jsonl."""
-    return {"time_s": STARTED_S + step, "step": step, "kind": kind, "text": f"{kind} at step {step}: {HOSTILE}"}
+    text = f"{kind} at step {step}: {HOSTILE}"
+    return {"server": HOSTILE, "time_s": float(step), "at": STARTED_S + step, "step": step, "kind": kind, "text": text}
 
 
 def servers_record(step: int, servers: int) -> dict[str, Any]:
     """The content of servers.json; the last server's name is hostile and its speed far from that of the others."""
     return {
-        "time_s": STARTED_S + step,
+        "time_s": float(step),
         "step": step,
         "version": step // 2,
         "servers": [_server(i, step, servers) for i in range(servers)],

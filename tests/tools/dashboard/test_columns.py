@@ -18,7 +18,7 @@ from tests.tools.dashboard.served import append, step
     points=st.integers(3, 60),
 )
 def test_thinning_keeps_extremes_of_each_stretch_and_the_last_row(values: list[float], points: int) -> None:
-    column, steps = np.array(values), np.arange(1.0, len(values) + 1)
+    column, steps = np.array(values), np.arange(1, len(values) + 1, dtype=np.float64)
     thin_steps, thin = thinned(steps, {"x": column}, points)
     kept = thin["x"]
     assert len(kept) == len(thin_steps) <= max(points, 3)
@@ -30,7 +30,7 @@ def test_thinning_keeps_extremes_of_each_stretch_and_the_last_row(values: list[f
 
 
 def test_one_spike_in_a_million_steps_is_kept_in_every_column() -> None:
-    steps = np.arange(1e6)
+    steps = np.arange(1e6, dtype=np.float64)
     low, high = np.zeros(len(steps)), np.zeros(len(steps))
     low[777_777], high[333_333] = -1, 1
     thin_steps, thin = thinned(steps, {"low": low, "high": high}, 1000)

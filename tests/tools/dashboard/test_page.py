@@ -1,5 +1,7 @@
 """The dashboard's page in a headless Chromium: views, live updates, keys, narrow windows, contrast, hostile texts."""
 
+import contextlib
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from slipstream.configs.paths import hold_run_lock
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.tools.dashboard.app import Dashboard
 from slipstream.tools.dashboard.command import listening
+from slipstream.tools.dashboard.report import command as report
 from slipstream.tools.dashboard.runs import Runs
 from tests.conftest import free_port
 from tests.tools.dashboard.chromium import EXECUTABLE, Page, chromium
@@ -211,6 +214,18 @@ def test_stream_goes_on_after_a_restart_of_the_server(page: Page, served: Served
     page.wait(f"[...document.querySelectorAll('.tile-value')][0].textContent === '{first + 4}'")
 
 
+def test_report_shows_the_same_views_from_its_file(page: Page, live: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    with contextlib.redirect_stdout(io.StringIO()):
+        report([str(live.paths.root), "-o", str(file)])
+    for view in ("overview", "metrics", "servers", "account", "samples", "groups", "run"):
+        page.open(f"{file.as_uri()}#/{view}")
+        for selector in VIEWS[view.replace("groups", "samples")][0].split(", "):
+            page.wait(f"document.querySelector('main {selector}') !== null")
+    assert page.evaluate("document.querySelector('.state').textContent") == "report"
+    assert "owned" not in page.evaluate("document.title")
+
+
 def test_everything_is_reached_by_keys(page: Page, served: Served) -> None:
     page.open(served.url("overview", "live"))
     page.press("Tab")
@@ -248,8 +263,9 @@ def test_everything_is_reached_by_keys(page: Page, served: Served) -> None:
 def test_drag_in_a_chart_asks_for_the_range(page: Page, served: Served) -> None:
     page.open(served.url("metrics?filter=^reward$", "live"))
     x, y, width = page.wait(
-        "(() => { const box = document.querySelector('.chart:not([hidden]) .u-over')?.getBoundingClientRect();"
-        " return box && [box.x, box.y + box.height / 2, box.width] })()"
+        "(() => { const chart = document.querySelector('.chart:not([hidden])');"
+        " const box = chart?.querySelector('.u-over')?.getBoundingClientRect();"
+        " return chart?.querySelector('.value') && [box.x, box.y + box.height / 2, box.width] })()"
     )
     page.mouse("mouseMoved", x + width * 0.25, y)
     page.mouse("mousePressed", x + width * 0.25, y)

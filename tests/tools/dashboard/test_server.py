@@ -95,6 +95,7 @@ def test_events_servers_and_catalogue(server: Server) -> None:
     [
         ({"sort": "-reward", "limit": 2}, ["step-000000001-0", "step-000000003-0"]),
         ({"sort": "-step", "limit": 1, "offset": 1}, ["step-000000003-1"]),
+        ({"sort": "-staleness", "limit": 1}, ["step-000000003-0"]),
         ({"query": "R551"}, ["step-000000003-1"]),
         ({"from": 2, "chosen": "worst", "task": 5}, ["step-000000003-1"]),
         ({"task": 6}, []),
@@ -108,6 +109,7 @@ def test_samples_are_searched(server: Server, query: Any, ids: list[str]) -> Non
 def test_a_sample_has_columns_of_its_tokens(server: Server) -> None:
     sample = server.get("runs/a/samples/step-000000001-0")
     assert (sample["group_id"], sample["task"], sample["env"], sample["reward"]) == ("12", 5, "digits", 1.0)
+    assert sample["staleness"] == 0, "the oldest token is of version 0, the latest version at step 1"
     prompt, action = sample["stretches"]
     assert (prompt["role"], prompt["tokens"]["text"]) == ("prompt", ["3", "2", "1", "r"])
     assert action["tokens"] == {
@@ -259,6 +261,13 @@ def test_loopback_names_are_answered_under_a_strict_policy(server: Server, host:
     policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
     assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
     assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_page_of_another_site_may_link_but_not_ask(server: Server) -> None:
+    foreign = {"Sec-Fetch-Site": "cross-site"}
+    assert server.client.get("/", headers=foreign).status_code == 200
+    assert server.client.get("/api/runs", headers=foreign).status_code == 403
+    assert server.client.get("/api/runs", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])

@@ -12,7 +12,7 @@ from slipstream.configs.runtime.errors import CERTAIN
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import place
-from slipstream.tools.launch.processes import MODULES, ChildDied, RunProcesses
+from slipstream.tools.launch.processes import DASHBOARD, MODULES, ChildDied, RunProcesses
 from slipstream.tools.launch.restarts import MOST_ALIKE
 from slipstream.tools.launch.supervise import Supervisor
 from tests.tools.run_command import demo_config, until
@@ -92,6 +92,18 @@ def test_failed_server_returns_after_its_delay(run: Run) -> None:
     until(lambda: len(run.starts("rollout-1")) == 2)
     assert run.processes.restarts == {"rollout-1": 1}
     assert len(run.starts("rollout")) <= 1
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_end_of_the_dashboard_never_ends_the_run(run: Run, step: int) -> None:
+    assert run.processes.start_dashboard().startswith("http://127.0.0.1:")
+    dashboard = run.supervisor.children[DASHBOARD]
+    dashboard.process.kill()
+    dashboard.process.wait(60)
+    (message,) = run.keep_running(step=step)
+    assert str(dashboard.console) in message
+    assert run.keep_running(step=step) == []
+    assert DASHBOARD not in run.supervisor.children
 
 
 def test_server_that_fails_alike_stays_down_while_another_lives(run: Run) -> None:

@@ -220,10 +220,9 @@
     async show(root, context) {
       const tokens = S.h("div", { class: "view" }, S.panel("Tokens", {}, S.empty("Reading the ledger …")));
       root.append(tokens);
-      const reading = context.get(S.path(context.run, "account")).then(tokenPanels, (error) => {
-        if (error.name === "AbortError") throw error;
-        return [S.panel("Tokens", {}, S.empty(error.message))];
-      });
+      const reading = context
+        .get(S.path(context.run, "account"))
+        .then(tokenPanels, (error) => [S.panel("Tokens", {}, S.failure(error))]);
       const columns = await S.loadColumns(context.run, ["buffer/*"], { points: 10 }, context.signal);
       root.append(
         S.panel("Groups, at the latest step", {}, groupsLine(columns)),

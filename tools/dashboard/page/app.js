@@ -3,6 +3,8 @@
 
 (() => {
   const FLUSH_MS = 250;
+  const LOOK_AGAIN_MS = 5000;
+  const QUIET_S = 15; // after that, the age of the last step is shown
   const MOST_STREAMS = 4; // a browser has six connections to one host
   const THEMES = ["system", "light", "dark"];
   const ENDED = ["finished", "stopped", "failed"];
@@ -99,6 +101,7 @@
     main.replaceChildren(root);
     if (!app.chosen.length) {
       root.append(S.empty("There is no run yet. `slipstream up configs/demo.yaml` starts one; this page finds it."));
+      setTimeout(load, LOOK_AGAIN_MS);
       return;
     }
     try {
@@ -108,7 +111,7 @@
       if (signal.aborted) handle.remove?.();
       else app.handle = handle;
     } catch (error) {
-      if (error.name !== "AbortError") root.append(S.empty(error.message));
+      root.append(S.failure(error));
     }
   }
 
@@ -142,8 +145,9 @@
 
   function receive(run, kind, data) {
     const known = app.runs.find(({ id }) => id === run);
+    if (!known) return; // its folder was removed
     if (kind === "state") known.state = data.state;
-    if (kind === "step") Object.assign(known, { step: data.step, steps: data.steps, reward: data.reward });
+    if (kind === "step") Object.assign(known, { step: data.step, steps: data.steps, updated_at: Date.now() / 1000 });
     if (!app.batch.has(run)) app.batch.set(run, { step: [], eval: [], event: [], servers: null });
     const batch = app.batch.get(run);
     if (Array.isArray(batch[kind])) batch[kind].push(data);
@@ -249,7 +253,9 @@
     const state = stateOf(run);
     if (parts.state.textContent !== state) parts.state.textContent = state;
     parts.state.className = `state ${state}`;
-    parts.progress.textContent = run.steps ? `step ${S.number(run.step)} of ${S.number(run.steps)}` : "";
+    const age = Date.now() / 1000 - run.updated_at;
+    const since = state === "live" && age > QUIET_S ? ` · ${S.duration(age)} ago` : "";
+    parts.progress.textContent = run.steps ? `step ${S.number(run.step)} of ${S.number(run.steps)}${since}` : "";
   }
 
   function showNav() {
@@ -352,8 +358,18 @@
     if (!parts.picker.contains(event.target)) parts.picker.open = false;
   });
 
-  // A hidden page needs no stream; once it is shown again, everything is loaded anew.
-  document.addEventListener("visibilitychange", () => (document.hidden ? followChosen() : load()));
+  // A hidden page needs no stream; once it is shown again, what may have changed is loaded anew.
+  document.addEventListener("visibilitychange", () => {
+    const isRunning = app.runs.some(({ id, state }) => app.chosen.includes(id) && state === "running");
+    if (document.hidden || !isRunning) followChosen();
+    else load();
+  });
+
+  parts.picker.addEventListener("toggle", async () => {
+    if (!parts.picker.open) return;
+    app.runs = await S.source.get("runs").catch(() => app.runs);
+    showHeader();
+  });
 
   async function load() {
     try {
@@ -363,13 +379,11 @@
       ]);
       await open();
     } catch (error) {
-      main.replaceChildren(
-        S.empty(`The data can't be read: ${error.message}`),
-        S.h("button", { type: "button", onclick: load }, "Try again"),
-      );
+      main.replaceChildren(S.failure(error), S.h("button", { type: "button", onclick: load }, "Try again"));
     }
   }
 
+  setInterval(showState, LOOK_AGAIN_MS);
   setTheme(storedTheme());
   addEventListener("hashchange", open);
   load();

@@ -5,6 +5,14 @@
   const LINES = 6; // colours in style.css
   const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4]];
   const MARK_REACH_PX = 6;
+  const MOST_NOTES = 4;
+  const MARKS = {
+    throttle: "--accent",
+    warning: "--warn",
+    restart: "--bad",
+    engine_death: "--bad",
+    server_lost: "--bad",
+  };
   const charts = new Set();
 
   S.lineColour = (index) => S.css(`--line-${(index % LINES) + 1}`);
@@ -137,7 +145,8 @@
       };
       const range = (_, low, high) => {
         if (low === null) return [0, 1];
-        const [bottom, top] = [Math.min(low, floor ?? low), Math.max(high, ceiling ?? high)];
+        const ends = this.intervalEnds();
+        const [bottom, top] = [Math.min(low, floor ?? low, ...ends), Math.max(high, ceiling ?? high, ...ends)];
         const margin = (top - bottom || Math.abs(top) || 1) * 0.06;
         return [bottom - (bottom === 0 && low >= 0 ? 0 : margin), top + margin];
       };
@@ -160,7 +169,7 @@
             ...axis,
             size: 19,
             values: (_, ticks) =>
-              ticks.map((tick) => (xName === "time" ? S.duration(tick).replace(" 00s", "") : axisNumber(tick))),
+              ticks.map((tick) => (xName === "time" && tick ? S.duration(tick).replace(" 00s", "") : axisNumber(tick))),
           },
           { ...axis, size: 52, values: (_, ticks) => ticks.map(axisNumber) },
         ],
@@ -188,10 +197,20 @@
       };
     }
 
+    intervalEnds() {
+      const lines = this.lines.filter(({ interval }) => interval);
+      return lines.flatMap(({ y, interval }) =>
+        y.flatMap((value, i) => (interval[i] ? [value - interval[i], value + interval[i]] : [])),
+      );
+    }
+
     drawIntervals(plot) {
       for (const line of this.lines.filter(({ interval }) => interval)) {
-        const { ctx } = plot;
+        const { ctx, bbox } = plot;
         ctx.save();
+        ctx.beginPath();
+        ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+        ctx.clip();
         ctx.strokeStyle = S.lineColour(line.index);
         ctx.lineWidth = devicePixelRatio;
         ctx.beginPath();
@@ -214,9 +233,7 @@
       for (const { x, kind } of this.marks) {
         const at = plot.valToPos(x, "x", true);
         if (at < bbox.left || at > bbox.left + bbox.width) continue;
-        ctx.strokeStyle = ctx.fillStyle = S.css(
-          kind === "throttle" ? "--accent" : kind === "warning" ? "--warn" : "--bad",
-        );
+        ctx.strokeStyle = ctx.fillStyle = S.css(MARKS[kind] || "--muted");
         ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
         ctx.beginPath();
         ctx.moveTo(at, bbox.top);
@@ -288,10 +305,12 @@
 
     showMark() {
       const left = this.plot?.cursor.left ?? -1;
-      const near =
-        left < 0 ? null : this.marks.find(({ x }) => Math.abs(this.plot.valToPos(x, "x") - left) < MARK_REACH_PX);
-      this.note.textContent = near ? `${near.kind}: ${near.text}` : "";
-      this.note.hidden = !near;
+      const isNear = ({ x }) => Math.abs(this.plot.valToPos(x, "x") - left) < MARK_REACH_PX;
+      const near = left < 0 ? [] : this.marks.filter(isNear);
+      const shown = near.slice(0, MOST_NOTES).map(({ kind, text }) => `${kind.replaceAll("_", " ")}: ${text}`);
+      if (near.length > MOST_NOTES) shown.push(`${S.number(near.length - MOST_NOTES)} more`);
+      this.note.textContent = shown.join("\n");
+      this.note.hidden = !near.length;
     }
 
     fit() {

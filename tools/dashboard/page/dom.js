@@ -99,9 +99,9 @@ const S = { views: [] };
     if (!isNumber(value)) return "–";
     const size = Math.abs(value);
     if (value === 0) return "0";
-    if (Number.isInteger(value) || size >= 10000) return grouped.format(value).replace("-", "−");
+    if (Number.isInteger(value) || size >= 1000) return grouped.format(value).replace("-", "−");
     if (size < 0.001) return value.toExponential(1).replace("e-", "e−").replace("-", "−");
-    return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3).replace("-", "−");
+    return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3).replace("-", "−");
   };
 
   S.percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)} %` : "–");

@@ -204,7 +204,7 @@
         const isFiltered = filters.some((name) => name !== "sort" && value(name));
         remark.replaceChildren(...(total ? [] : [S.empty(isFiltered ? "Nothing matches: widen the search." : none)]));
       } catch (error) {
-        if (error.name !== "AbortError") remark.replaceChildren(S.empty(error.message));
+        remark.replaceChildren(S.failure(error));
       }
     };
     const choose = (name) => (text) => {
@@ -212,7 +212,7 @@
       reload();
     };
     const fields = [S.search(search, value("query"), choose("query")), ...controls(value, choose), count];
-    const [shown] = await Promise.all([detail().catch((error) => S.empty(error.message)), reload()]);
+    const [shown] = await Promise.all([detail().catch(S.failure), reload()]);
     root.append(
       S.h("div", { class: "bar" }, fields),
       S.split(argument !== null, [remark, list.root], shown, S.link(view, null, chosen())),

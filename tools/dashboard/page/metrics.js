@@ -4,6 +4,8 @@
 (() => {
   const CHART_POINTS = 800;
   const NEAR_PX = 300;
+  const MOST_RECENT = 500;
+  const MOST_EVENTS = 300; // the latest ones are listed
 
   /** Groups in the order of the page; a metric belongs to the first whose expression matches. */
   const GROUPS = [
@@ -15,7 +17,7 @@
       "Optimisation",
       /^(loss|entropy|lr|grad_norm|skipped_updates|reference_kl|kl_coefficient|value_|critic_|experts\/)/,
     ],
-    ["Throughput", /^(tokens|actions|answers$|step_s|train_s|publish_s|wait_s|mfu|perf|power|cost|gpu)/],
+    ["Throughput", /^(tokens|actions|answers$|step_s|train_s|publish_s|wait_s|mfu|flops|power_w|cost_per|gpus$)/],
     ["Idle", /idle/],
     [
       "Servers and KV cache",
@@ -51,7 +53,8 @@
       this.choices = choices; // x, log, smooth, from, to
       this.charts = new Map(); // key -> Chart
       this.visible = new Set();
-      this.columns = new Map(); // run -> Columns of the keys that were loaded
+      this.columns = new Map(); // run -> key -> Columns
+      this.recent = new Map(); // run -> its latest records
       this.wanted = new Set();
       this.events = [];
       this.load = S.perFrame(() => this.loadWanted());
@@ -93,47 +96,44 @@
     /** Loads the columns that became visible, in one request for each run. */
     async loadWanted() {
       const { runs, signal } = this.context;
-      const keys = [...this.wanted].filter((key) => !this.columns.get(runs[0])?.columns[key]);
+      const { columns, choices } = this;
+      const keys = [...this.wanted].filter((key) => !columns.get(runs[0])?.[key]);
       this.wanted.clear();
-      const { from, to } = this.choices;
+      const range = { from: choices.from ?? undefined, to: choices.to ?? undefined };
+      const options = { points: CHART_POINTS, ...range };
       try {
         if (keys.length)
           await Promise.all(
-            runs.map(async (run) => {
-              const added = await S.loadColumns(
-                run,
-                keys,
-                { points: CHART_POINTS, from: from ?? undefined, to: to ?? undefined },
-                signal,
-              );
-              this.merge(run, added);
-            }),
+            runs.map(async (run) => this.keep(columns, run, await S.loadColumns(run, keys, options, signal))),
           );
-        this.draw();
+        if (columns === this.columns) this.draw();
       } catch (error) {
-        if (error.name !== "AbortError") S.announce(error.message);
+        if (error.name !== "AbortError") S.announce(S.failure(error).textContent);
       }
     }
 
-    /** Each request thins on its own rows, so each keeps its own. */
-    merge(run, added) {
-      const held = this.columns.get(run) || { columns: {} };
-      for (const name of Object.keys(added.columns)) held.columns[name] = added;
-      this.columns.set(run, held);
+    /** Keeps what was loaded, with the records that came meanwhile. Each request thins on its own rows. */
+    keep(columns, run, added) {
+      if (this.choices.to === null) {
+        const last = added.step.at(-1) ?? -Infinity;
+        for (const record of this.recent.get(run) || []) if (record.step > last) added.append(record);
+      }
+      if (!columns.has(run)) columns.set(run, {});
+      for (const name of Object.keys(added.columns)) columns.get(run)[name] = added;
     }
 
     zoom(from, to) {
       if (from !== null && this.choices.x === "time") [from, to] = this.stepsAt(from, to);
       this.choices.from = from === null ? null : Math.floor(from);
       this.choices.to = to === null ? null : Math.ceil(to);
-      this.columns.clear();
+      this.columns = new Map(); // what is still being loaded is for the range before
       this.visible.forEach((key) => this.wanted.add(key));
       this.load();
       this.onZoom?.();
     }
 
     stepsAt(from, to) {
-      const [any] = Object.values(this.columns.get(this.context.runs[0]).columns);
+      const [any] = Object.values(this.columns.get(this.context.runs[0]));
       const elapsed = any.elapsed();
       const inside = any.step.filter((_, row) => elapsed[row] >= from && elapsed[row] <= to);
       return inside.length ? [inside[0], inside.at(-1)] : [any.step[0], any.step.at(-1)];
@@ -146,7 +146,7 @@
       const xOf = (columns) => (x === "time" ? columns.elapsed() : columns.step);
       for (const key of this.visible) {
         const lines = runs.flatMap((run, index) => {
-          const columns = this.columns.get(run)?.columns[key];
+          const columns = this.columns.get(run)?.[key];
           if (!columns) return [];
           const line = { label: run, index, x: xOf(columns), y: columns.column(key) };
           return smooth
@@ -161,8 +161,9 @@
     }
 
     marks(key) {
-      if (this.choices.x === "step") return this.events.map(({ step, kind, text }) => ({ x: step, kind, text }));
-      const columns = this.columns.get(this.context.runs[0])?.columns[key];
+      const marks = S.marksOf(this.events);
+      if (this.choices.x === "step") return marks;
+      const columns = this.columns.get(this.context.runs[0])?.[key];
       if (!columns?.length) return [];
       const elapsed = columns.elapsed();
       const at = (step) =>
@@ -172,12 +173,18 @@
             columns.step.findLastIndex((known) => known <= step),
           )
         ];
-      return this.events.map(({ step, kind, text }) => ({ x: at(step), kind, text }));
+      return marks.map((mark) => ({ ...mark, x: at(mark.x) }));
     }
 
     append(run, records) {
+      const recent = this.recent.get(run) || [];
+      for (const record of records) {
+        while (recent.length && recent.at(-1).step >= record.step) recent.pop();
+        recent.push(record);
+      }
+      this.recent.set(run, recent.slice(-MOST_RECENT));
       if (this.choices.to !== null) return; // a range was chosen
-      const kept = new Set(Object.values(this.columns.get(run)?.columns || {}));
+      const kept = new Set(Object.values(this.columns.get(run) || {}));
       for (const columns of kept) records.forEach((record) => columns.append(record));
       this.draw();
     }
@@ -290,16 +297,31 @@
           { class: "charts" },
           own.map((key) => charts.element(key)),
         );
+        const count = S.h("span", { class: "muted" });
         const section = S.h(
           "details",
           { class: "group", open: true },
-          S.h("summary", {}, S.h("h2", {}, title), S.h("span", { class: "muted" }, S.number(own.length))),
+          S.h("summary", {}, S.h("h2", {}, title), count),
           grid,
         );
-        return { section, own };
+        return { section, own, count };
       }).filter(Boolean);
       const none = S.empty("No metric matches the filter.");
-      root.append(...sections.map(({ section }) => section), none);
+      const eventCount = S.h("span", { class: "muted" });
+      const eventBox = S.h("div", { class: "panel" });
+      const eventSection = S.h(
+        "details",
+        { class: "group", ontoggle: () => showEvents() },
+        S.h("summary", {}, S.h("h2", {}, "Events"), eventCount),
+        eventBox,
+      );
+      const showEvents = () => {
+        eventCount.textContent = S.number(charts.events.length);
+        eventSection.hidden = !charts.events.length;
+        if (eventSection.open) eventBox.replaceChildren(S.eventList(charts.events.slice(-MOST_EVENTS)));
+      };
+      showEvents();
+      root.append(eventSection, ...sections.map(({ section }) => section), none);
 
       const apply = (text) => {
         const expression = expressionOf(text);
@@ -307,11 +329,13 @@
         if (!expression) return;
         context.keep({ filter: text });
         let shown = 0;
-        for (const { section, own } of sections) {
+        for (const { section, own, count } of sections) {
           const fits = own.filter(
             (key) => expression.test(key) || expression.test(S.describe(context.catalog, key).meaning),
           );
           own.forEach((key) => (charts.charts.get(key).root.hidden = !fits.includes(key)));
+          const isWhole = fits.length === own.length;
+          count.textContent = isWhole ? S.number(own.length) : `${S.number(fits.length)} of ${S.number(own.length)}`;
           section.hidden = !fits.length;
           shown += fits.length;
         }
@@ -322,8 +346,11 @@
 
       return {
         live(run, batch) {
-          if (run === runs[0]) S.addEvents(charts.events, batch.event);
-          if (batch.step.length) charts.append(run, batch.step);
+          if (run === runs[0] && batch.event.length) {
+            S.addEvents(charts.events, batch.event);
+            showEvents();
+          }
+          if (batch.step.length + batch.event.length) charts.append(run, batch.step);
         },
         escape: () => charts.zoom(null, null),
         remove: () => charts.remove(),

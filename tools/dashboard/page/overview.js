@@ -18,10 +18,12 @@
     "generation_stall_s",
     "groups_in_flight_limit",
     "buffer/*",
-    "*mfu*",
-    "*power*",
-    "*cost*",
+    "mfu",
+    "tokens_per_gpu_s",
+    "power_w",
+    "cost_per_million_tokens",
   ];
+  const LATEST_EVENTS = 6;
   const RATE_ROWS = 100; // rows at the end that the remaining time is computed from
   const SPARK = { width: 96, height: 22, points: 60 };
 
@@ -86,7 +88,6 @@
     const steps = columns.last("steps");
     const score = evals.last("score");
     const interval = evals.last("score_interval");
-    const others = Object.keys(columns.columns).filter((name) => /mfu|power|cost/.test(name));
     return [
       tile(
         "Step",
@@ -101,7 +102,7 @@
         ? tile("Score", "–", "no evaluation yet: eval.every_steps")
         : tile(
             "Score",
-            `${S.number(score)}${interval ? ` ± ${S.number(interval)}` : ""}`,
+            [S.number(score), interval > 0 && S.h("small", {}, ` ± ${S.number(interval)}`)],
             change(score, evals.first("score"), S.number),
             evals.column("score"),
           ),
@@ -111,7 +112,10 @@
       metric("generator_idle_fraction", "Servers idle", S.percent),
       metric("ess", "Effective samples", S.number),
       metric("entropy", "Entropy", S.number),
-      ...others.map((name) => metric(name, name.replaceAll("_", " "), (value) => S.value(name, "", value))),
+      metric("mfu", "MFU", S.percent),
+      metric("tokens_per_gpu_s", "Trained per GPU", (value) => `${S.short(value)}/s`),
+      metric("power_w", "Power of a GPU", (value) => `${S.number(Math.round(value))} W`),
+      metric("cost_per_million_tokens", "Cost of 1 M tokens", S.number),
     ].filter(Boolean);
   }
 
@@ -181,23 +185,34 @@
     events.push(...added.filter((event) => !known.has(JSON.stringify(event))));
   };
 
-  function eventList(events) {
-    const latest = events.slice(-6).reverse();
-    if (!latest.length) return S.empty("No event so far: no restart, no warning, no move of the throttle.");
-    return S.h(
+  const OF_ALL_EVENTS = ["time_s", "at", "step", "kind", "text"];
+
+  /** What an event says, with its details. */
+  const sayingOf = (event) => {
+    const details = Object.entries(event).filter(([name, value]) => !OF_ALL_EVENTS.includes(name) && value !== null);
+    return [event.text, ...details.map(([name, value]) => `${name} ${S.json(value)}`)].join(" · ");
+  };
+
+  /** Events as marks of a chart over the steps. */
+  S.marksOf = (events) => events.map((event) => ({ x: event.step, kind: event.kind, text: sayingOf(event) }));
+
+  /** Events as a list, the latest first. */
+  S.eventList = (events) =>
+    S.h(
       "ul",
       { class: "events" },
-      latest.map(({ step, kind, text }) =>
-        S.h(
-          "li",
-          {},
-          S.h("span", { class: "when" }, `step ${S.number(step)}`),
-          S.h("span", { class: `kind ${kind}` }, kind.replaceAll("_", " ")),
-          S.h("span", {}, text),
+      events
+        .toReversed()
+        .map((event) =>
+          S.h(
+            "li",
+            {},
+            S.h("span", { class: "when" }, `step ${S.number(event.step)}`),
+            S.h("span", { class: `kind ${event.kind}` }, event.kind.replaceAll("_", " ")),
+            S.h("span", {}, sayingOf(event)),
+          ),
         ),
-      ),
     );
-  }
 
   S.views.push({
     name: "overview",
@@ -237,12 +252,12 @@
           Object.keys(first.columns.columns).map((name) => [name, first.columns.last(name) ?? undefined]),
         );
         pipeline.show(record);
-        for (const { curve, chart } of charts)
-          chart.show(
-            lines(curve, loaded),
-            first.events.map(({ step, kind, text }) => ({ x: step, kind, text })),
-          );
-        list.replaceChildren(eventList(first.events));
+        for (const { curve, chart } of charts) chart.show(lines(curve, loaded), S.marksOf(first.events));
+        list.replaceChildren(
+          first.events.length
+            ? S.eventList(first.events.slice(-LATEST_EVENTS))
+            : S.empty("No event so far: no restart, no warning, no move of the throttle."),
+        );
       };
 
       draw();

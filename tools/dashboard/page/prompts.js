@@ -83,7 +83,9 @@
       const kind = parameters.get("kind") || "step";
       const [tasks, chosen] = await Promise.all([
         context.get(S.path(run, "prompts"), { limit: 500 }),
-        argument === null ? null : context.get(S.path(run, "prompts", argument), { kind }).catch((error) => error),
+        argument === null
+          ? null
+          : context.get(S.path(run, "prompts", argument), { kind }).catch((error) => ({ failure: S.failure(error) })),
       ]);
       if (!tasks.length && !chosen?.total) {
         root.append(
@@ -110,7 +112,7 @@
       });
       let detail = S.empty("Choose a task: its answers stand side by side, from the first step to the last.");
       let samples = [];
-      if (chosen instanceof Error) detail = S.empty(chosen.message);
+      if (chosen?.failure) detail = chosen.failure;
       else if (chosen) {
         samples = [...chosen.samples].sort((a, b) => a.number - b.number);
         const isShort = samples.every(({ excerpt }) => excerpt.length <= SHORT);

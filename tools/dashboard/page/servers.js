@@ -111,7 +111,7 @@
 
     cells(server) {
       return COLUMNS.map(({ key, isText, format, isBar, bad }) => {
-        if (isText) return S.h("span", { class: "name" }, String(server[key]));
+        if (isText) return S.h("span", { class: "name", title: String(server[key]) }, String(server[key]));
         const value = server[key];
         const isFar = this.isOutlier[key]?.(value);
         const share = isBar && this.most[key] ? (value ?? 0) / this.most[key] : 0;
@@ -155,18 +155,15 @@
   }
 
   const HISTORY = [
-    "servers",
-    "version",
-    "lag",
-    "lag_mean",
-    "lag_max",
-    "tokens_per_s",
-    "idle_fraction",
-    "kv_cache_use",
-    "running",
-    "waiting",
+    { key: "tokens_per_s", title: "Tokens per second", unit: "all servers", format: S.short },
+    { key: "idle_fraction", title: "Idle", unit: "mean", format: S.percent },
+    { key: "kv_cache_use", title: "KV cache", unit: "mean", format: S.percent },
+    { key: "lag_max", title: "Lag", unit: "versions, most", format: S.number },
+    { key: "stall_s_max", title: "Stall", unit: "most", format: S.duration },
+    { key: "running", title: "Running", unit: "requests", format: S.number },
+    { key: "waiting", title: "Waiting", unit: "requests", format: S.number },
+    { key: "server_count", title: "Servers", format: S.number },
   ];
-  const HISTORY_UNITS = { tokens_per_s: "per second", kv_cache_use: "share", idle_fraction: "share" };
 
   S.views.push({
     name: "servers",
@@ -175,7 +172,7 @@
     async show(root, context) {
       const [now, past] = await Promise.all([
         context.get(S.path(context.run, "servers")),
-        context.get(S.path(context.run, "servers"), { history: 1 }).catch(() => ({ columns: {} })),
+        context.get(S.path(context.run, "servers"), { history: 1 }),
       ]);
       if (!now?.servers?.length) {
         root.append(
@@ -191,18 +188,11 @@
         table.show(state.servers);
         tiles.replaceChildren(...fleet(state, table.isOutlier));
       };
-      const charts = HISTORY.filter((key) => past.columns?.[key]).map((key) => {
-        const chart = new S.Chart({
-          title: key.replaceAll("_", " "),
-          unit: HISTORY_UNITS[key],
-          sync: "servers",
-          xName: "time",
-          height: 130,
-          format: (value) => S.value(key, "", value),
-          floor: 0,
-        });
-        return { chart, key };
-      });
+      const known = HISTORY.filter(({ key }) => past.columns[key]?.some((value) => value !== null));
+      const charts = known.map((curve) => ({
+        key: curve.key,
+        chart: new S.Chart({ sync: "servers", xName: "time", height: 110, floor: 0, ...curve }),
+      }));
       root.append(
         tiles,
         S.panel(
@@ -215,19 +205,21 @@
           ),
           table.root,
         ),
-        charts.length &&
+      );
+      if (charts.length)
+        root.append(
           S.panel(
             "All servers over time",
             {},
             S.h(
               "div",
-              { class: "charts" },
+              { class: "charts small" },
               charts.map(({ chart }) => chart.root),
             ),
           ),
-      );
+        );
       show(now);
-      const since = (past.time_s || []).map((time) => time - past.time_s[0]);
+      const since = past.time_s.map((time) => time - past.time_s[0]);
       for (const { chart, key } of charts) chart.show([{ label: key, index: 0, x: since, y: past.columns[key] }]);
       return {
         live(run, batch) {

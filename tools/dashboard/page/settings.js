@@ -24,27 +24,41 @@
     return found;
   }
 
-  const starts = (info) => (Array.isArray(info.run) ? info.run : info.run ? [info.run] : []);
+  const starts = (info) => info.run || [];
   const latestStart = (info) => starts(info).at(-1) || {};
   const code = (text) => S.h("code", {}, text);
 
+  /** Keys that differ between any two runs: they say nothing about what the runs do. */
+  const OF_EACH_RUN = /^run\.(name|dir|port_base)$|(^|[._])port$|\.(bind|endpoint)$/;
+
+  const differences = (title, keys, runs) =>
+    S.table(
+      title,
+      [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", run) }))],
+      keys.map(({ key, values }) => ({ cells: [code(key), ...runs.map((run) => code(S.json(values[run])))] })),
+    );
+
   function difference(title, keys, runs, what) {
-    if (!keys.length) return S.panel(title, {}, S.empty(`No ${what} differs.`));
+    const telling = keys.filter(({ key }) => !OF_EACH_RUN.test(key));
+    const others = keys.filter(({ key }) => OF_EACH_RUN.test(key));
     return S.panel(
       title,
       {},
-      S.table(
-        title,
-        [{ title: "" }, ...runs.map((run, i) => ({ title: S.h("span", {}, S.swatch(i), " ", run) }))],
-        keys.map(({ key, values }) => ({ cells: [code(key), ...runs.map((run) => code(S.json(values[run])))] })),
-      ),
+      telling.length ? differences(title, telling, runs) : S.empty(`No ${what} differs.`),
+      others.length > 0 &&
+        S.h(
+          "details",
+          {},
+          S.h("summary", { class: "muted" }, `names and ports: ${S.number(others.length)}`),
+          differences("Names and ports", others, runs),
+        ),
     );
   }
 
   function versionDifferences(runs, infos) {
     const flat = infos.map((info) => {
-      const { versions, machine, git, git_commit: commit } = latestStart(info);
-      return flatten({ versions, machine, git: git ?? commit ?? undefined });
+      const { python, packages, git, machine } = latestStart(info);
+      return flatten({ python, packages, git, machine });
     });
     const keys = [...new Set(flat.flatMap((one) => Object.keys(one)))];
     return keys
@@ -154,20 +168,23 @@
   }
 
   function startPanel(entry, index, count) {
-    const { versions, machine, command, git, git_commit: commit, time_s: at, started_at: began, ...rest } = entry;
+    const { started_at: began, command, folder, python, packages, git, machine } = entry;
+    const commit = git ? `${git.commit}${git.changed ? ", with changes" : ""}` : "–";
     const head = [
-      ["command", S.json(command ?? entry.argv)],
-      ["commit", S.json(git ?? commit ?? undefined)],
-      ["started", S.when(began ?? at)],
-    ].filter(([, value]) => value !== "–");
+      ["command", command],
+      ["folder", folder],
+      ["started", S.when(began)],
+      ["commit", commit],
+    ].filter(([, value]) => value && value !== "–");
     return S.h(
       "details",
       { open: index === count - 1 },
       S.h("summary", {}, S.h("h3", {}, count > 1 ? `Start ${index + 1} of ${count}` : "Start")),
       S.facts(head),
-      machine && [S.h("h4", {}, "Machine"), pairs(machine)],
-      versions && [S.h("h4", {}, "Versions"), pairs(versions)],
-      Object.keys(rest).length > 0 && pairs(rest),
+      S.h("h4", {}, "Machine"),
+      pairs(machine),
+      S.h("h4", {}, "Versions"),
+      pairs({ python, ...packages }),
     );
   }
 
@@ -228,7 +245,7 @@
             ? entries.map((entry, i) => startPanel(entry, i, entries.length))
             : S.empty("`run.json` is not there: the run was started by an older release."),
         ),
-        info.summary && S.panel("Summary", {}, pairs(info.summary)),
+        ...(info.summary ? [S.panel("Summary", {}, pairs(info.summary))] : []),
         S.panel(
           null,
           {},

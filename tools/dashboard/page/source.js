@@ -10,22 +10,35 @@
       Object.entries(parameters || {}).filter(([, value]) => value !== undefined && value !== ""),
     ).toString();
 
+  /** Data that can't be had; the message says why. */
+  class DataError extends Error {}
+
+  /** What is shown in place of data. A fault of the page itself goes to the console too. */
+  S.failure = (error) => {
+    if (error.name === "AbortError") return S.empty("");
+    if (!(error instanceof DataError)) console.error(error);
+    return S.empty(error.message);
+  };
+
   /** A run's path below /api/. */
   S.path = (run, ...parts) => ["runs", run, ...parts].map(encodeURIComponent).join("/");
 
   const live = {
     isLive: true,
 
-    /** The server's answer as JSON. Raises: Error with its explanation. */
+    /** The server's answer as JSON. Raises: DataError; AbortError once `signal` is aborted. */
     async get(path, parameters, signal) {
       const text = query(parameters);
-      const reply = await fetch(`api/${path}${text && `?${text}`}`, {
-        signal,
-        headers: { Accept: "application/json" },
-      });
-      const body = await reply.json().catch(() => ({ error: `the server answered ${reply.status} without JSON` }));
-      if (!reply.ok) throw new Error(body.error || `the server answered ${reply.status}`);
-      return body;
+      try {
+        const reply = await fetch(`api/${path}${text && `?${text}`}`, { signal });
+        const body = await reply.json();
+        if (reply.ok) return body;
+        throw new DataError(body.error);
+      } catch (error) {
+        if (error instanceof TypeError) throw new DataError("The dashboard's server does not answer.");
+        if (error instanceof SyntaxError) throw new DataError("The server's answer is no JSON.");
+        throw error;
+      }
     },
 
     /**
@@ -103,7 +116,7 @@
     const key = SORT_KEYS[sort.replace("-", "")] || sort.replace("-", "");
     const sign = sort.startsWith("-") ? -1 : 1;
     if (key) rows.sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)) || 0);
-    return { total: rows.length, [name]: rows.slice(Number(offset), Number(offset) + Number(limit)) };
+    return { ...whole, total: rows.length, [name]: rows.slice(Number(offset), Number(offset) + Number(limit)) };
   }
 
   const embedded = (data) => ({
@@ -116,7 +129,7 @@
       const name = decodeURIComponent(path);
       const whole = data[name + variant] ?? (path.includes("/prompts/") ? data[name] : undefined);
       if (whole === undefined)
-        throw new Error("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
+        throw new DataError("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
       if (path.endsWith("/series")) return selectSeries(whole, rest);
       if (path.endsWith("/samples")) return selectRows(whole, "samples", { kind: kind || "step", ...rest });
       if (path.endsWith("/groups") && whole.groups) return selectRows(whole, "groups", rest);
