@@ -20,8 +20,8 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECTIONS = "|".join(RunConfig.model_fields)
 KEY = re.compile(rf"(?<![\w/.<-])(?:{SECTIONS})(?:\.(?!md\b)[a-z_]\w*)+(?![\w/-]|\.\w)")
-FILES = {"run.json", "buffer.key", "learner.key", "rollout.key", "buffer.key_secret", "learner.key_secret", "rollout.key_secret"}
-FILES |= {"model.safetensors", "learner.cli"}
+FILES = {"buffer.key", "learner.key", "rollout.key", "buffer.key_secret", "learner.key_secret", "rollout.key_secret"}
+FILES |= {"run.json", "model.safetensors", "learner.cli"}
 
 
 def names(pages: list[Path]) -> list[str]:
