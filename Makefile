@@ -42,7 +42,7 @@ coverage: setup
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
 
-# Replays that find poisoned groups, and a learning rate that is too high, in three seeds each: 15 minutes
+# Replays that find poisoned groups, and a learning rate that is too high, in three seeds each: 8 minutes
 rewind-check: setup
 	@SLIPSTREAM_REWIND_CHECK=1 $(BIN)/pytest tests/tools/rewind $(ARGS)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import signal
 import statistics
 import sys
 from collections.abc import Sequence, Set
@@ -12,8 +13,9 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.logging import configure_logging
 from slipstream.learner.models.optim import DivergedError
-from slipstream.learner.trainers.rl.replay import Answer
+from slipstream.learner.trainers.rl.replay import Answer, NothingLeftError
 from slipstream.tools.cli import at_least
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.recording import Recording
@@ -115,16 +117,15 @@ def command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object, and the progress to stderr")
     arguments = parser.parse_args(argv)
+    configure_logging("slipstream", level="warning", folder=None)
     with Recording.open(arguments.run) as recording:
         metrics = read_metrics(recording.folder)
         question = ask(recording, metrics, arguments)
         search = Search(recording, metrics, question, quiet=arguments.json)
-        code, verdict = 0, None
         try:
-            verdict = search.run()
+            code, verdict = 0, search.run()
         except KeyboardInterrupt:
-            code = 130
-            verdict = search.interrupted()
+            code, verdict = 128 + signal.SIGINT, search.interrupted()
         if arguments.json:
             print(json.dumps(_as_json(question, verdict, search), indent=2, ensure_ascii=False))
         else:
@@ -333,11 +334,11 @@ class Search:
         return min(share, RESTORED / 2) if question.condition.holds(value) else share
 
     def _value(self, left_out: frozenset[Answer], overrides: Sequence[str] = ()) -> float:
-        """Mean of the metric over the steps that are measured; NaN where training diverges."""
+        """Mean of the metric over the steps that are measured; NaN where training diverges, or a step has no groups."""
         question = self.question
         try:
             done = replay(self.recording, question.first, question.last, overrides=overrides, leave_out=left_out)
-        except DivergedError:
+        except (DivergedError, NothingLeftError):
             done = []
         values = [step.metrics.get(question.metric, math.nan) for step in done if step.step >= question.step]
         value = statistics.fmean(values) if len(values) == question.confirm else math.nan

@@ -144,24 +144,23 @@ def test_poisoned_group_is_found_and_shown(
     ("poison", "words"),
     [
         (garbage, ("--metric", "grad_norm", "--above", "10", "--confirm", "1")),
-        (flipped, ("--metric", "reward", "--below", "-1", "--confirm", "1")),
-        (flipped, ("--metric", "grad_norm", "--above", "3", "--confirm", "1")),
+        (flipped, ("--metric", "reward", "--below", "0", "--confirm", "1")),
     ],
 )
 def test_poisoned_group_is_top_of_all(
     cli: CommandLine, make: Callable[..., MadeRun], seed: int, poison: Poison, words: tuple[str, ...]
 ) -> None:
-    run = make(*UNPROTECTED, steps=38, seed=seed, poison={35: poison})
-    found = bisected(cli, run, *words)
+    run = make(*UNPROTECTED, steps=12, seed=seed, poison={10: poison})
+    found = bisected(cli, run, *words, "--window", "5")
     assert [each["group"] for each in found["groups"]] == run.poisoned
-    assert found["groups"][0]["effect"] > 0.9
+    assert found["groups"][0]["effect"] > 0.8
     assert max(other["effect"] for other in found["others"]) < bisect.RESTORED
 
 
 @heavy
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_high_learning_rate_is_no_groups_fault(cli: CommandLine, make: Callable[..., MadeRun], seed: int) -> None:
-    run = make("learner.optimizer.lr=0.05", *UNPROTECTED, steps=14, seed=seed)
+    run = make("learner.optimizer.lr=0.05", *UNPROTECTED, steps=12, seed=seed)
     found = bisected(cli, run, "--metric", "entropy", "--below", "0.1")
     assert found["groups"] == []
     assert found["lr_effect"] > 0.5
