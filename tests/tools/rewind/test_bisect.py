@@ -78,7 +78,7 @@ def test_jump_is_measured_against_the_steps_before() -> None:
 
 
 @pytest.fixture
-def make(redis_url: str, run_name: str, tmp_path: Path) -> Callable[..., MadeRun]:
+def make(redis_url: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., MadeRun]:
     """Makes and trains a run of the demo's task."""
 
     def make(*overrides: str, steps: int, seed: int = 0, poison: Mapping[int, Poison] | None = None) -> MadeRun:
@@ -89,6 +89,7 @@ def make(redis_url: str, run_name: str, tmp_path: Path) -> Callable[..., MadeRun
         )  # fmt: skip
         run = MadeRun(config, poison or {})
         run.train()
+        capsys.readouterr()  # its log
         return run
 
     return make
@@ -139,6 +140,7 @@ def test_poisoned_group_is_found_and_shown(
 
 
 @heavy
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("poison", "words"),
@@ -158,6 +160,7 @@ def test_poisoned_group_is_top_of_all(
 
 
 @heavy
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_high_learning_rate_is_no_groups_fault(cli: CommandLine, make: Callable[..., MadeRun], seed: int) -> None:
     run = make("learner.optimizer.lr=0.05", *UNPROTECTED, steps=12, seed=seed)
