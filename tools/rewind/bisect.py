@@ -233,6 +233,7 @@ class Search:
             return self._without_group(controls)
         if len(suspects) == 1:
             suspects = [self._narrowed(suspects[0])]
+        suspects = [replace(one, ratio=self._ratio(one)) for one in suspects]
         names = ", ".join(f"{one.group_id} (step {one.step})" for one in suspects)
         what = f"group {names} is" if len(suspects) == 1 else f"groups {names} together are"
         share = f"without {'it' if len(suspects) == 1 else 'them'} {self._percent(self._effect(found))} of the way back"
@@ -305,8 +306,9 @@ class Search:
         return sorted(others, key=lambda one: self._step_of[one[0]] not in steps)[:CONTROLS]
 
     def _suspect(self, one: Answer) -> Suspect:
-        group = self.recording.group(one[0])
-        return Suspect(one[0], self._step_of[one[0]], (), self._effect(frozenset({one})), group)
+        step, effect = self._step_of[one[0]], self._effect(frozenset({one}))
+        staleness = self.recording.steps[step].record.lease.staleness_of
+        return Suspect(one[0], step, (), effect, self.recording.group(one[0]), staleness)
 
     # --- replays ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +349,17 @@ class Search:
         share = f", {self._percent(self._share(value))} of the way back" if left_out or overrides else ""
         self._say(f"replay {self.replays}: {what}: {question.metric} {value:.4g}{share}")
         return value
+
+    def _ratio(self, suspect: Suspect) -> float:
+        """Mean π_θ/μ of the group's actions, by a replay of its step without the others; NaN where that diverges."""
+        groups = self.recording.steps[suspect.step].record.groups
+        others = frozenset((group_id, None) for group_id in groups if group_id != suspect.group_id)
+        self.replays += 1
+        try:
+            (step,) = replay(self.recording, suspect.step, suspect.step, leave_out=others)
+        except DivergedError:
+            return math.nan
+        return step.metrics.get("weight_mean", math.nan)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,10 @@ def test_poisoned_group_is_top_of_all(
     run = make(*UNPROTECTED, steps=12, seed=seed, poison={10: poison})
     found = bisected(cli, run, *words, "--window", "5")
     assert [each["group"] for each in found["groups"]] == run.poisoned
-    assert found["groups"][0]["effect"] > 0.8
+    (top,) = found["groups"]
+    assert top["effect"] > 0.8
+    assert (top["ratio"] > 100) == (poison is garbage)
+    assert {answer["staleness"] for answer in top["answers"]} == {0}
     assert max(other["effect"] for other in found["others"]) < bisect.RESTORED
 
 
