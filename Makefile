@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -41,6 +41,10 @@ coverage: setup
 # make soak SOAK_ROUNDS=100
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
+
+# Replays that find poisoned groups, and a learning rate that is too high, in three seeds each: 8 minutes
+rewind-check: setup
+	@SLIPSTREAM_REWIND_CHECK=1 $(BIN)/pytest tests/tools/rewind $(ARGS)
 
 # SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then 3 minutes
 sglang-check: setup

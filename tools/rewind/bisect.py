@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import signal
 import statistics
 import sys
 from collections.abc import Sequence, Set
@@ -12,14 +13,15 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.logging import configure_logging
 from slipstream.learner.models.optim import DivergedError
-from slipstream.learner.trainers.rl.replay import Answer
+from slipstream.learner.trainers.rl.replay import Answer, NothingLeftError
 from slipstream.tools.cli import at_least
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.rewind.replay import replay
 from slipstream.tools.rewind.search import most_tests, smallest
-from slipstream.tools.rewind.series import Condition, Jump, RunMetrics, crossing, jump, read_metrics
+from slipstream.tools.rewind.series import Condition, Jump, RunMetrics, Series, crossing, jump, read_metrics
 from slipstream.tools.rewind.suspects import Suspect, print_suspects, suspect_json
 from slipstream.tools.transcript import printable
 
@@ -36,7 +38,10 @@ RESTORED: Final = 0.5
 """Share of the way back to the usual value from which a metric counts as restored."""
 MOST_GROUPS: Final = 4
 """Larger sets of groups are not called a cause."""
-CONTROLS: Final = 3
+CONTROLS: Final = 5
+"""Other groups that are left out alone, to show that the cause is no other group as well."""
+SUFFICE: Final = 0.9
+"""Share of their group's effect from which some answers count as its cause."""
 SURROUNDINGS: Final = ("staleness_mean", "staleness_max", "mismatch_abs", "truncated_fraction", "masked_fraction", "lr")
 """Metrics of which a jump is told beside the verdict."""
 JUMP: Final = 6.0
@@ -112,15 +117,15 @@ def command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object, and the progress to stderr")
     arguments = parser.parse_args(argv)
+    configure_logging("slipstream", level="warning", folder=None)
     with Recording.open(arguments.run) as recording:
-        question = ask(recording, arguments)
-        search = Search(recording, question, quiet=arguments.json)
-        code, verdict = 0, None
+        metrics = read_metrics(recording.folder)
+        question = ask(recording, metrics, arguments)
+        search = Search(recording, metrics, question, quiet=arguments.json)
         try:
-            verdict = search.run()
+            code, verdict = 0, search.run()
         except KeyboardInterrupt:
-            code = 130
-            verdict = search.interrupted()
+            code, verdict = 128 + signal.SIGINT, search.interrupted()
         if arguments.json:
             print(json.dumps(_as_json(question, verdict, search), indent=2, ensure_ascii=False))
         else:
@@ -131,13 +136,13 @@ def command(argv: Sequence[str]) -> int:
     return code
 
 
-def ask(recording: Recording, arguments: argparse.Namespace) -> Question:
+def ask(recording: Recording, metrics: RunMetrics, arguments: argparse.Namespace) -> Question:
     """The question of a command line.
 
     Raises: ConfigError when there is no such metric, SlipstreamError when it is not broken.
     """
     condition = Condition(below=arguments.below, above=arguments.above)
-    metrics, name = read_metrics(recording.folder), arguments.metric
+    name: str = arguments.metric
     series = metrics.series(name)
     if not series:
         known = ", ".join(metrics.names())
@@ -156,7 +161,7 @@ def ask(recording: Recording, arguments: argparse.Namespace) -> Question:
     return Question(name, condition, step, last - step + 1, first, _usual(series, condition, step, name))
 
 
-def _never(series: Any, condition: Condition, name: str, confirm: int) -> str:
+def _never(series: Series, condition: Condition, name: str, confirm: int) -> str:
     broken = [step for step in sorted(series) if condition.holds(series[step])]
     if not broken:
         finite = [value for value in series.values() if math.isfinite(value)]
@@ -167,7 +172,7 @@ def _never(series: Any, condition: Condition, name: str, confirm: int) -> str:
     )
 
 
-def _usual(series: Any, condition: Condition, step: int, name: str) -> float:
+def _usual(series: Series, condition: Condition, step: int, name: str) -> float:
     """The median of the unbroken values before a step. Raises: SlipstreamError when there are none."""
     before = [series[one] for one in sorted(series) if one < step and not condition.holds(series[one])][-REMEMBERED:]
     if not before:
@@ -203,6 +208,7 @@ class Search:
     """Replays of a question, each done once."""
 
     recording: Recording
+    metrics: RunMetrics
     question: Question
     quiet: bool
     """The progress goes to stderr."""
@@ -227,11 +233,12 @@ class Search:
             return self._without_group(controls)
         if len(suspects) == 1:
             suspects = [self._narrowed(suspects[0])]
+        suspects = [replace(one, ratio=self._ratio(one)) for one in suspects]
         names = ", ".join(f"{one.group_id} (step {one.step})" for one in suspects)
         what = f"group {names} is" if len(suspects) == 1 else f"groups {names} together are"
         share = f"without {'it' if len(suspects) == 1 else 'them'} {self._percent(self._effect(found))} of the way back"
-        others = ", ".join(f"{control.effect:.0%}" for control in controls)
-        text = f"{what} the cause: {share}" + (f"; without another group of these steps {others}" if others else "")
+        others = f"; without any of {len(controls)} others at most {max(control.effect for control in controls):.0%}"
+        text = f"{what} the cause: {share}" + (others if controls else "")
         return Verdict(suspects, controls, None, self._remarks(), text)
 
     def interrupted(self) -> Verdict:
@@ -247,7 +254,11 @@ class Search:
     def _narrowed(self, suspect: Suspect) -> Suspect:
         """The group with those of its answers that suffice, if fewer than all do."""
         answers: list[Answer] = [(suspect.group_id, index) for index in range(suspect.size)]
-        found = smallest(answers, self._restores, most=max(1, suspect.size // 2)) if suspect.size > 1 else None
+
+        def suffices(left_out: frozenset[Answer]) -> bool:
+            return self._effect(left_out) >= SUFFICE * suspect.effect
+
+        found = smallest(answers, suffices, most=max(1, suspect.size // 2)) if suspect.size > 1 else None
         if found is None:
             return suspect
         chosen = tuple(sorted(index for _, index in found if index is not None))
@@ -267,10 +278,11 @@ class Search:
 
     def _remarks(self) -> list[str]:
         """Metrics of staleness and mismatch that jumped in these steps."""
-        metrics, question = read_metrics(self.recording.folder), self.question
+        question = self.question
         return [
             f"{name} jumped at step {found.step}: {found.usual:.4g} before, {found.value:.4g} there"
-            for name, found in _jumps(metrics, SURROUNDINGS, question.first, question.step)
+            for name, found in _jumps(self.metrics, SURROUNDINGS, question.first, question.step)
+            if not abs(found.value - found.usual) < abs(found.usual)
         ]
 
     # --- candidates ---------------------------------------------------------------------------------------------------
@@ -288,13 +300,15 @@ class Search:
         return [(group_id, None) for place in places for group_id in place if group_id is not None]
 
     def _controls(self, found: Set[Answer]) -> list[Answer]:
-        """Other groups of the steps of those found, the first ones."""
+        """Other groups, of the same steps first."""
         steps = {self._step_of[group_id] for group_id, _ in found}
-        return [one for one in self._candidates if self._step_of[one[0]] in steps and one not in found][:CONTROLS]
+        others = [one for one in self._candidates if one not in found]
+        return sorted(others, key=lambda one: self._step_of[one[0]] not in steps)[:CONTROLS]
 
     def _suspect(self, one: Answer) -> Suspect:
-        group = self.recording.group(one[0])
-        return Suspect(one[0], self._step_of[one[0]], (), self._effect(frozenset({one})), group)
+        step, effect = self._step_of[one[0]], self._effect(frozenset({one}))
+        staleness = self.recording.steps[step].record.lease.staleness_of
+        return Suspect(one[0], step, (), effect, self.recording.group(one[0]), staleness)
 
     # --- replays ------------------------------------------------------------------------------------------------------
 
@@ -322,11 +336,11 @@ class Search:
         return min(share, RESTORED / 2) if question.condition.holds(value) else share
 
     def _value(self, left_out: frozenset[Answer], overrides: Sequence[str] = ()) -> float:
-        """Mean of the metric over the steps that are measured; NaN where training diverges."""
+        """Mean of the metric over the steps that are measured; NaN where training diverges, or a step has no groups."""
         question = self.question
         try:
             done = replay(self.recording, question.first, question.last, overrides=overrides, leave_out=left_out)
-        except DivergedError:
+        except (DivergedError, NothingLeftError):
             done = []
         values = [step.metrics.get(question.metric, math.nan) for step in done if step.step >= question.step]
         value = statistics.fmean(values) if len(values) == question.confirm else math.nan
@@ -336,12 +350,23 @@ class Search:
         self._say(f"replay {self.replays}: {what}: {question.metric} {value:.4g}{share}")
         return value
 
+    def _ratio(self, suspect: Suspect) -> float:
+        """Mean π_θ/μ of the group's actions, by a replay of its step without the others; NaN where that diverges."""
+        groups = self.recording.steps[suspect.step].record.groups
+        others = frozenset((group_id, None) for group_id in groups if group_id != suspect.group_id)
+        self.replays += 1
+        try:
+            (step,) = replay(self.recording, suspect.step, suspect.step, leave_out=others)
+        except DivergedError:
+            return math.nan
+        return step.metrics.get("weight_mean", math.nan)
+
     # --- text ---------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> str:
-        question, metrics = self.question, read_metrics(self.recording.folder)
-        steps = question.last - question.first + 1
-        each_s = statistics.fmean(metrics.series("train_s").values() or [0.0]) * steps
+        question = self.question
+        steps, size = question.last - question.first + 1, self.recording.config(question.first).rollout.group_size
+        each_s = statistics.fmean(self.metrics.series("train_s").values() or [0.0]) * steps
         span = f"step {question.step}" if question.confirm == 1 else f"the steps {question.step} to {question.last}"
         lines = [
             f"{question.instead_of} depends on the recorded answers, which a replay does not generate anew: "
@@ -349,8 +374,8 @@ class Search:
             if question.instead_of
             else "",
             f"{self._named} at {span}; in the steps before it was {question.usual:.4g}",
-            f"candidates: {len(self._candidates)} groups of the steps {question.first} to {question.step}; at most "
-            f"{most_tests(len(self._candidates)) + CONTROLS + 2} replays of {steps} steps for a single one"
+            f"candidates: {len(self._candidates)} groups of the steps {question.first} to {question.step}; about "
+            f"{most_tests(len(self._candidates)) + CONTROLS + most_tests(size)} replays of {steps} steps at most"
             + (f", of about {each_s:.1f} s each" if each_s else ""),
         ]
         return "\n".join(line for line in lines if line)

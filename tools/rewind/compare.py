@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from slipstream.configs import RunConfig
@@ -25,8 +25,8 @@ from slipstream.tools.rewind.settings import Difference, differences
 STALENESS: Final = ("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue")
 SCHEDULED: Final = frozenset({"lr", "critic_lr"})
 """Metrics without noise."""
-_OF_A_START: Final = ("start", "time", "command", "argv", "pid")
-"""Beginnings of the keys of run.json that differ between any two starts."""
+_OF_A_START: Final = frozenset({"started_at", "command", "folder"})
+"""Facts in run.json that differ between any two starts."""
 SHOWN_CHARACTERS: Final = 60
 Pair = tuple[Any, Any]
 """Values in A and B."""
@@ -119,7 +119,7 @@ def _latest_start(folder: RunPaths) -> Mapping[str, Any] | None:
 def _groups(folder: RunPaths) -> dict[int, list[str]]:
     """Groups by trained step; of a repeated step, the later ones."""
     try:
-        records = parse_lines((folder.root / "steps.jsonl").read_bytes())
+        records = parse_lines(folder.steps.read_bytes())
     except FileNotFoundError:
         return {}
     return {int(record["step"]): list(map(str, record["groups"])) for record in records if "groups" in record}
@@ -135,12 +135,11 @@ def compare(a: Side, b: Side) -> Comparison:
     versions = differing(_flat(a.start or {}), _flat(b.start or {})) if known else None
     data = differing(a.identity, b.identity) if a.identity and b.identity else None
     common = {int(record["step"]) for record in a.metrics.steps} & {int(record["step"]) for record in b.metrics.steps}
-    groups = next(
-        (step for step in sorted(a.groups.keys() & b.groups.keys()) if a.groups[step] != b.groups[step]), None
-    )
+    recorded = sorted(a.groups.keys() & b.groups.keys())
+    other_groups_at = next((step for step in recorded if a.groups[step] != b.groups[step]), None)
     metrics = metric_differences(a.metrics, b.metrics)
-    found = Comparison(a, b, settings, versions, data, groups, len(common), metrics, ())
-    return Comparison(a, b, settings, versions, data, groups, len(common), metrics, list(likely_causes(found)))
+    found = Comparison(a, b, settings, versions, data, other_groups_at, len(common), metrics, ())
+    return replace(found, causes=likely_causes(found))
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
@@ -152,7 +151,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys, without facts that differ between any two starts."""
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        if prefix or not key.startswith(_OF_A_START):
+        if prefix or key not in _OF_A_START:
             flat |= _flat(inner, f"{prefix}{key}.") if isinstance(inner, Mapping) else {f"{prefix}{key}": inner}
     return flat
 

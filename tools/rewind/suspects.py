@@ -1,6 +1,7 @@
 """Groups that were left out of a replay: their effect as a table, and their answers as text."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from slipstream.buffer.wire.codec import action_mask
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
 from slipstream.tools.cli import table_console
+from slipstream.tools.follow import MISSING
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.transcript import decoder_or_reason, text_of
 
@@ -25,6 +27,8 @@ class Suspect:
     Attributes:
         answers: indices of the answers that were left out; empty: all.
         effect: share of the way back to the metric's usual value without them.
+        staleness: of tokens, by their policy version.
+        ratio: mean π_θ/μ of the group's actions in its step; NaN where it is not known.
     """
 
     group_id: str
@@ -32,6 +36,8 @@ class Suspect:
     answers: tuple[int, ...]
     effect: float
     group: Group
+    staleness: Mapping[int, int]
+    ratio: float = math.nan
 
     @property
     def size(self) -> int:
@@ -50,8 +56,8 @@ def print_suspects(recording: Recording, suspects: Sequence[Suspect], controls: 
     if not suspects and not controls:
         return
     table = Table(border_style="cyan")
-    for name in ("group", "step", "way back without it", "answers", "reward", "log μ", "versions"):
-        table.add_column(name, justify="left" if name == "versions" else "right", no_wrap=name == "group")
+    for name in ("group", "step", "way back", "answers", "reward", "log μ", "mean π/μ", "versions", "staleness"):
+        table.add_column(name, justify="right", no_wrap=name == "group")
     for suspect in (*suspects, *controls):
         of = [trajectory for _, trajectory in suspect.left_out]
         chosen = ", ".join(map(str, suspect.answers)) if suspect.answers else f"all {suspect.size}"
@@ -59,7 +65,8 @@ def print_suspects(recording: Recording, suspects: Sequence[Suspect], controls: 
         table.add_row(
             suspect.group_id, str(suspect.step), f"{suspect.effect:.0%}", chosen,
             _range([trajectory.reward for trajectory in of]), _range(_logprobs(of).tolist()),
-            ", ".join(map(str, versions)),
+            MISSING if math.isnan(suspect.ratio) else f"{suspect.ratio:.3g}",
+            _range(versions), _range([suspect.staleness[version] for version in versions]),
         )  # fmt: skip
     table_console(min_width=MIN_COLUMNS).print(table)
     decode, reason = decoder_or_reason(recording.folder, recording.config(min(recording.steps)).model)
@@ -81,12 +88,14 @@ def suspect_json(suspect: Suspect) -> dict[str, Any]:
         "group": suspect.group_id,
         "step": suspect.step,
         "effect": suspect.effect,
+        "ratio": suspect.ratio if math.isfinite(suspect.ratio) else None,
         "answers": [
             {
                 "answer": index,
                 "reward": trajectory.reward,
                 "logprob_min": float(_logprobs([trajectory]).min()),
                 "versions": sorted({span.version for span in trajectory.spans}),
+                "staleness": max(suspect.staleness[span.version] for span in trajectory.spans),
                 "finish_reason": trajectory.finish_reason,
             }
             for index, trajectory in suspect.left_out

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.buffer.handlers.inspection import Inspector
 from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.kept import KeptGroups
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
 from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, TicketRequest
@@ -43,7 +44,7 @@ Poison = Callable[[m.Group], m.Group]
 
 def flipped(group: m.Group) -> m.Group:
     """A verifier that returns the negative of a reward in percent."""
-    return with_answers(group, [with_reward(each, -100 * each.reward) for each in group.trajectories])
+    return with_answers(group, [with_reward(each, 0.0 - 100 * each.reward) for each in group.trajectories])
 
 
 def garbage(group: m.Group) -> m.Group:
@@ -99,7 +100,7 @@ class MadeRun:
         size = env.size("train")
         start = StartRecord(
             time_s=time.time(), step=0, checksum=replayer.train_step.checksum(),
-            config=config.model_dump(mode="json"), surroundings=Surroundings.here(world),
+            config=config.model_dump(mode="json"), surroundings=Surroundings.here(ranks=1, device=world.device),
         )  # fmt: skip
         append_record(config.paths.steps, start)
         async with connect_async(config.redis) as client:
@@ -116,9 +117,10 @@ class MadeRun:
                     poisoned = max(groups.values(), key=lambda group: np.std([t.reward for t in group.trajectories]))
                     groups[poisoned.id] = self.poison[step](poisoned)
                     self.poisoned.append(poisoned.id)
-                inspector = Inspector(config)
-                stored = [inspector.admit(group, encode(group)) for group in groups.values()]
+                blobs = {name: bytes(encode(group)) for name, group in groups.items()}
+                stored = [Inspector(config).admit(group, blobs[name]) for name, group in groups.items()]
                 await ledger.deliver([group for group in stored if isinstance(group, DeliveredGroup)])
+                KeptGroups(config.paths.kept_groups).write(step, 0, blobs)
                 lease = await ledger.lease(step - 1, consuming_version=version, count=count)
                 assert lease is not None
                 record = StepRecord(
