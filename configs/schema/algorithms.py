@@ -178,7 +178,7 @@ Aggregation = Literal[
 class LossSection(NamedSection):
     """Keys of all policy losses."""
 
-    shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
+    shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus", "top_entropy"})
     regularised: ClassVar[bool] = False
     """True for policy gradients but for a term in log π_θ - log π_prox."""
     weighted: ClassVar[bool] = False
@@ -192,6 +192,9 @@ class LossSection(NamedSection):
     """Of `aggregation: constant`: divisor of the sum over all tokens of an update."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Coefficient of the policy's entropy, which is added to the objective; 0 saves its computation."""
+    top_entropy: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a micro-batch's tokens, those of the highest entropy, that alone have a policy loss (arXiv 2506.01939:
+    0.2); unset: all."""
 
 
 class RatioClip(LossSection):

@@ -79,6 +79,10 @@ class CorrectionConfig(Section):
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Answers with an action whose π_prox/μ is below this (such as 1e-4) are masked; unset: none."""
 
+    reference_ess: float | None = Field(default=None, gt=0, le=1)
+    """VCPO (arXiv 2602.17616): each update's learning rate is multiplied by √(ESS/this), at most 1, with the effective
+    sample size of the answers' ratios π_θ/μ as a share of the answers; this is that of fresh answers, such as 1."""
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:

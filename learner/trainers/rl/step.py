@@ -14,7 +14,7 @@ from slipstream.configs.schema.rollout import SamplingConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.divergence import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient, answer_weight_sums, learning_rate_factor
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
@@ -58,6 +58,8 @@ class TrainStep:
     skipped: SkippedUpdates = field(init=False)
     """Those of policy and critic."""
     _prepare: StepPreparer = field(init=False)
+    _lr: float = field(init=False, default=0.0)
+    """The policy's learning rate in the present step."""
 
     def __post_init__(self) -> None:
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
@@ -129,9 +131,9 @@ class TrainStep:
         policy_step = step - self._pretrain_steps
         if policy_step >= 0:
             steps = learner.steps - self._pretrain_steps
-            lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
-            set_learning_rate(self.optimizer, lr)
-            sums.set("lr", lr)
+            self._lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
+            set_learning_rate(self.optimizer, self._lr)
+            sums.set("lr", self._lr)
         if self.critic is not None:
             critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
             set_learning_rate(self.critic.optimizer, critic_lr)
@@ -155,6 +157,8 @@ class TrainStep:
         self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
+        reference_ess = self.learner.correction.reference_ess
+        answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for batch in batches:
             scores = score_actions(
                 self.model,
@@ -171,6 +175,12 @@ class TrainStep:
             torch.autograd.backward(loss * self.world.data_size)
             sums.add_policy(values, own_version)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
+            if reference_ess is not None:
+                answers += answer_weight_sums(values.target_BT - values.behaviour_BT, values.mask_BT)
+        if reference_ess is not None:
+            lr = self._lr * learning_rate_factor(self.world.sum(answers), reference_ess)
+            set_learning_rate(self.optimizer, lr)
+            sums.set("lr", lr)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(
