@@ -3,16 +3,31 @@
 # B episodes, T actions, K reward terms
 """
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required, rewards_at_the_end
 from slipstream.learner.algorithms.advantages.groups import whiten
 
 EPSILON: Final = 1e-6
 """Added to standard deviations."""
+
+
+def penalise_length(inputs: AdvantageInputs, coefficient: float) -> AdvantageInputs:
+    """The inputs with each reward less coefficient · pass rate · actions / actions of the group's longest episode.
+
+    The pass rate is the group's mean reward, at least 0: what is mostly solved is to be solved shortly, and answers to
+    what is never solved may be long.
+
+    Source: prime-rl, `length_penalty` of its GRPO, the term in output tokens.
+    """
+    groups, lengths_B = inputs.groups, inputs.mask_BT.sum(-1)
+    pass_rate_B = (groups.sum(inputs.reward_B) / groups.size(lengths_B.dtype)).clamp(min=0)
+    penalty_B = coefficient * pass_rate_B * lengths_B / groups.max(lengths_B)
+    return replace(inputs, rewards_BT=inputs.rewards_BT - rewards_at_the_end(penalty_B, inputs.mask_BT))
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:

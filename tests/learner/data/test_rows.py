@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask
-from slipstream.configs.schema.algorithms import ADVANTAGES
+from slipstream.configs.schema.advantages import ADVANTAGES
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups as EpisodeGroups
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of

@@ -21,6 +21,7 @@ from slipstream.learner.algorithms.advantages.group_relative import (
     grpo_passk,
     max_rl,
     opo,
+    penalise_length,
     reinforce_plus_plus_baseline,
     rloo,
 )
@@ -112,3 +113,12 @@ def test_advantages_of_group_sum_to_zero(groups: list[list[float]]) -> None:
     for advantage in CENTRED:
         sums_B = inputs.groups.sum(of_episodes(advantage(inputs)))
         torch.testing.assert_close(sums_B, torch.zeros_like(sums_B), rtol=0, atol=1e-9)
+
+
+def test_length_penalty_scales_with_pass_rate() -> None:
+    """Pass rates 1, 1/2 and, of a negative mean, 0; lengths 1, 2 and 4 of at most 2 and 4."""
+    inputs = batch([[1.0, 1.0], [1.0, 0.0], [-1.0, 0.0]], lengths=[1, 2, 4, 2, 4, 2])
+    penalised = penalise_length(inputs, 0.2)
+    torch.testing.assert_close(penalised.reward_B, vector(1 - 0.1, 1 - 0.2, 1 - 0.1, -0.05, -1, 0))
+    torch.testing.assert_close(penalised.rewards_BT[0], vector(0.9, 0, 0, 0))
+    torch.testing.assert_close(of_episodes(dr_grpo(penalised))[:4], vector(0.05, -0.05, 0.475, -0.475))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import ADVANTAGES
+from slipstream.configs.schema.advantages import ADVANTAGES
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
