@@ -138,6 +138,23 @@ class OptimalTokenBaselineConfig(AdvantageSection):
     name: Literal["optimal_token_baseline"]
 
 
+class GigpoConfig(AdvantageSection):
+    """`dr_grpo` plus the return of each turn less the mean of the group's turns in the same state (arXiv 2505.10978).
+
+    Turns that follow the same tokens of the env are in the same state.
+    """
+
+    target: ClassVar[str] = _GROUP + "gigpo"
+    group_relative: ClassVar[bool] = True
+    name: Literal["gigpo"]
+    gamma: float = Field(default=0.95, gt=0, le=1)
+    """Discount per turn."""
+    step_weight: float = Field(default=1.0, ge=0)
+    """Weight of the turns' advantages."""
+    divide_by_std: bool = False
+    """Scale both parts by the spread in their group."""
+
+
 _ADVANTAGES: Final = (
     GrpoConfig,
     DrGrpoConfig,
@@ -152,6 +169,7 @@ _ADVANTAGES: Final = (
     GpgConfig,
     GaeConfig,
     OptimalTokenBaselineConfig,
+    GigpoConfig,
 )
 ADVANTAGES: Final = registry_of("advantage", *_ADVANTAGES)
 

@@ -26,6 +26,8 @@ NEEDS = {
     "values_BT": {"gae"},
     "logprobs_BT": {"optimal_token_baseline"},
     "collision_BT": {"optimal_token_baseline"},
+    "turn_BT": {"gigpo"},
+    "state_BT": {"gigpo"},
 }
 REGISTRIES = {registry.kind: registry for registry in (ADVANTAGES, LOSSES)}
 BUILT_IN = [(kind, name) for kind, registry in REGISTRIES.items() for name in registry.built_in]
