@@ -43,7 +43,7 @@ def kl_estimate(
     Args:
         behaviour_logprobs_BT: log μ; only for k3*.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3*: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3*: DeepSeek-V3.2, arXiv 2512.02556.
     """
     delta_BT = logprobs_BT - reference_logprobs_BT
     if estimator == "k3*":

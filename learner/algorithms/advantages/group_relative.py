@@ -141,7 +141,7 @@ def gigpo(
     group that began in the same state, here: after the same tokens of the env; 0 where no other did. Both are
     optionally over std + epsilon.
 
-    Source: Feng et al. 2025 (GiGPO), arXiv 2505.10978, eq. 3, 7 and 8; verl-agent, `core_gigpo.py`.
+    Source: Feng et al. 2025 (GiGPO), arXiv 2505.10978, eq. 3 and 7; verl-agent, `core_gigpo.py`.
     """
     turn_BT, state_BT = required(inputs.turn_BT, "turn_BT"), required(inputs.state_BT, "state_BT")
     row_A, column_A = inputs.mask_BT.nonzero(as_tuple=True)

@@ -107,7 +107,7 @@ def _masked(inputs: LossInputs, divergence_BT: Tensor, *, clip_low: float, clip_
 def top_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
     """1.0 at the share of a micro-batch's actions with the highest entropies, ties included, shape [B, T].
 
-    Source: Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, eq. 6, which multiplies the losses by this; the
+    Source: Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, which multiplies the losses by this; the
     mean stays over all actions.
     """
     count = _share(mask_BT, share)
