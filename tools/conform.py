@@ -17,14 +17,9 @@ from torch import Tensor
 
 from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    AdvantageConfig,
-    Aggregation,
-    LossConfig,
-)
+from slipstream.configs.schema.advantages import ADVANTAGES, AdvantageConfig
 from slipstream.configs.schema.learner import CorrectionConfig, KlEstimator
+from slipstream.configs.schema.losses import LOSSES, Aggregation, LossConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
 from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns

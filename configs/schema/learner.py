@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.registry import Registry
-from slipstream.configs.schema.algorithms import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
+from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
 from slipstream.configs.schema.base import (
     NamedSection,
     PluginSection,
@@ -18,6 +18,7 @@ from slipstream.configs.schema.base import (
     one_of,
     registry_of,
 )
+from slipstream.configs.schema.losses import LossConfig, PpoConfig
 
 
 class RejectionConfig(Section):
@@ -78,6 +79,10 @@ class CorrectionConfig(Section):
     most this (paper: 0.04); unset: none."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Answers with an action whose π_prox/μ is below this (such as 1e-4) are masked; unset: none."""
+
+    reference_ess: float | None = Field(default=None, gt=0, le=1)
+    """VCPO (arXiv 2602.17616): each update's learning rate is multiplied by √(ESS/this), at most 1, with the effective
+    sample size of the answers' ratios π_θ/μ as a share of the answers; this is that of fresh answers, such as 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -316,6 +321,9 @@ class LearnerConfig(Section):
     """Most memory for the logits of a micro-batch, which are kept for its backward pass; those of a larger one are
     computed a second time."""
     advantage: AdvantageConfig = GrpoConfig()
+    length_penalty: float | None = Field(default=None, gt=0)
+    """Coefficient of a penalty that is subtracted from each reward: this · mean reward of the group · tokens / tokens
+    of its longest answer, for rewards from 0 to 1 (prime-rl: 0.25); unset: none."""
     loss: LossConfig = PpoConfig()
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig | None = None
@@ -383,6 +391,8 @@ class LearnerConfig(Section):
                 "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
             )
+        if advantage.name == "gdpo" and self.length_penalty is not None:
+            problems.append("learner.advantage: gdpo uses reward terms, which learner.length_penalty does not change")
         if loss.regularised and self.updates_per_step == 1 and correction.proximal == "recompute":
             problems.append(
                 f"learner.loss: {loss.name} keeps π_θ near π_prox, which is π_θ itself with learner.updates_per_step=1 "

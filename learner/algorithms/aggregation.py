@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import Aggregation
+from slipstream.configs.schema.losses import Aggregation
 
 
 @dataclass(frozen=True)

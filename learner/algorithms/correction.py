@@ -149,9 +149,9 @@ def rejected(
     The bounds of `k1` are of the ratio. The log ratio is compared with their logs, so a mean is the geometric mean of
     the ratios.
 
-    Source: `only_bad`: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which is
-    `sequence_mean` of `k1` with low = e^-δ. There π_θ stands for π_prox, and rejected actions keep
-    their KL penalty and their place in the mean.
+    Source: `only_bad`: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556, which is `sequence_mean` of
+    `k1` with low = e^-δ. There π_θ stands for π_prox, and rejected actions keep their KL penalty and their place in
+    the mean.
     """
     estimate_BT = ESTIMATORS[rule.estimator](log_ratio_BT)
     if rule.level == "sequence_sum":

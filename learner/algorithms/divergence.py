@@ -43,7 +43,7 @@ def kl_estimate(
     Args:
         behaviour_logprobs_BT: log μ; only for k3*.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3*: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3*: DeepSeek-V3.2, arXiv 2512.02556.
     """
     delta_BT = logprobs_BT - reference_logprobs_BT
     if estimator == "k3*":
@@ -146,3 +146,30 @@ def mismatch_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         "chi2_token": ratio_squared / actions - 1,
         "chi2_sequence": product_squared / answers - 1,
     }
+
+
+def answer_weight_sums(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Number of a micro-batch's answers, and sums of their weights and squared weights, in float64, shape [3].
+
+    An answer's weight is π/μ of the whole trajectory, without a cap.
+
+    Args:
+        log_ratio_BT: log π/μ of the actions.
+    """
+    answers_B = mask_BT.amax(-1).double()
+    weight_B = bounded((log_ratio_BT * mask_BT).sum(-1)).double().exp() * answers_B
+    return torch.stack([answers_B.sum(), weight_B.sum(), weight_B.square().sum()])
+
+
+def learning_rate_factor(answer_sums: Tensor, reference: float) -> float:
+    """√(ESS/reference), at most 1, with the effective sample size (Σw)² / (n Σw²) of an update's answers.
+
+    Args:
+        answer_sums: of `answer_weight_sums`, over all micro-batches and ranks.
+        reference: effective sample size of fresh answers, as a share of them.
+    Source: Huang et al. 2026 (VCPO), arXiv 2602.17616: the square root is for optimizers like AdamW.
+    """
+    answers, weight, weight_squared = answer_sums.tolist()
+    if not answers:
+        return 1.0
+    return min(1.0, math.sqrt(weight**2 / (answers * weight_squared) / reference))

@@ -14,6 +14,7 @@ from slipstream.learner.algorithms.aggregation import Totals, aggregate
 from slipstream.learner.algorithms.correction import correct, interpolate
 from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
+from slipstream.learner.algorithms.losses.selective import top_entropy
 from slipstream.learner.algorithms.prepare import PreparedStep
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.fused_head import ActionScores
@@ -80,6 +81,9 @@ class Objective:
         )
         loss_BT = importance_weights_BT * terms.loss_BT
         entropy_BT = None if scores.entropy_A is None else batch.padded(scores.entropy_A)
+        if self.learner.loss.top_entropy is not None:
+            assert entropy_BT is not None, "top_entropy needs entropies"
+            loss_BT = loss_BT * top_entropy(entropy_BT, kept_BT, self.learner.loss.top_entropy)
         if entropy_BT is not None and self.learner.loss.entropy_bonus:
             loss_BT = loss_BT - self.learner.loss.entropy_bonus * entropy_BT
         kl_BT = self._reference_kl(batch, target_BT)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
+from slipstream.learner.algorithms.advantages.group_relative import penalise_length
 from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
@@ -96,8 +97,12 @@ class StepPreparer:
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
+            turn_BT=rows.by_episode(rows.turn_BT),
+            state_BT=rows.by_episode(rows.state_BT),
             total=self._total,
         )
+        if self.learner.length_penalty is not None:
+            inputs = penalise_length(inputs, self.learner.length_penalty)
         advantages_BT = rows.by_trajectory(self.advantage(inputs))
         return PreparedStep(
             rows=rows,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.algorithms import ADVANTAGES, LOSSES, AdvantageConfig, LossConfig
+from slipstream.configs.schema.advantages import ADVANTAGES, AdvantageConfig
+from slipstream.configs.schema.losses import LOSSES, LossConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 

@@ -5,13 +5,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.buffer.wire.codec import action_mask
+from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
 from slipstream.learner.data.packing import Movable, locate_actions
 
@@ -31,6 +32,10 @@ class ActionBatch(Movable):
     """Policy version of each action; -1 where it is unknown, and where there is no action."""
     rewards_BT: Tensor
     """Rewards of single turns at their last actions; the rest of an episode's reward at its last action."""
+    turn_BT: Tensor
+    """Index of each action's turn within its episode. A turn is a run of actions without context between them."""
+    state_BT: Tensor
+    """Hash of the tokens before each action's turn, from the turn before it, or the trajectory's start; no images."""
     importance_weights_B: Tensor
     """Weight of the row in the losses of policy and critic: that of its group."""
     episode_B: Tensor
@@ -92,6 +97,7 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
     # The trajectories of an episode share reward and scores.
     of_episode = [trajectories[first] for first in np.unique(episode, return_index=True)[1]]
     logprobs = np.frombuffer(b"".join(t.behaviour_logprobs for t in trajectories), dtype=LOGPROB_DTYPE)
+    turn, state = _turns(trajectories, episode, actions)
     group_E = torch.tensor([group for group, _ in numbers], dtype=torch.long)
     greedy = [group.greedy_reward for group, _ in groups]
     return ActionBatch(
@@ -99,6 +105,8 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
         behaviour_logprobs_BT=padded(logprobs[actions].astype(np.float32), 0),
         versions_BT=padded(_versions(trajectories)[actions], -1),
         rewards_BT=padded(_rewards(trajectories, episode, actions), 0),
+        turn_BT=padded(turn, 0),
+        state_BT=padded(state, 0),
         importance_weights_B=torch.tensor([weight for _, weight in groups]).float().repeat_interleave(sizes),
         episode_B=torch.from_numpy(episode),
         offset_B=torch.from_numpy(offset),
@@ -149,6 +157,31 @@ def _rewards(
         if last >= 0:
             rewards[last] += left
     return rewards.astype(np.float32)
+
+
+def _turns(
+    trajectories: Sequence[Trajectory], episode: NDArray[np.int64], actions: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Index of each action's turn within its episode, and the hash of the tokens before that turn, both [A]."""
+    turns, states = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    played: dict[int, int] = {}
+    start = 0
+    for index, trajectory in zip(episode.tolist(), trajectories, strict=True):
+        ids = token_ids(trajectory)
+        first, end = np.searchsorted(actions, [start, start + len(ids)]).tolist()
+        own = actions[first:end] - start
+        begins = np.flatnonzero(np.diff(own, prepend=-1) > 1)  # a sequence's first token is no action
+        context_starts = np.concatenate([[0], own[begins[1:] - 1] + 1])
+        hashes = [
+            int.from_bytes(blake2b(ids[before:begin].tobytes(), digest_size=8).digest(), "little", signed=True)
+            for before, begin in zip(context_starts.tolist(), own[begins].tolist(), strict=False)
+        ]
+        turn = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(own)))
+        turns.append(turn + played.get(index, 0))
+        states.append(np.array(hashes, dtype=np.int64)[turn])
+        played[index] = played.get(index, 0) + len(begins)
+        start += len(ids)
+    return np.concatenate(turns), np.concatenate(states)
 
 
 def _versions(trajectories: Sequence[Trajectory]) -> NDArray[np.int64]:

@@ -52,6 +52,7 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["rollout.overlong={cache_tokens: 3}", "rewards=[{name: overlong}]"], "rewards rollout.overlong"),
         (["rollout.overlong={cache_tokens: 3}", "learner.advantage=gdpo"], "rollout.overlong gdpo"),
         (["learner.advantage=gdpo", "learner.kl={coefficient: 1, place: reward}"], "gdpo learner.kl.place:"),
+        (["learner.advantage=gdpo", "learner.length_penalty=0.2"], "gdpo learner.length_penalty"),
         (["learner.kl={coefficient: 0.1, estimator: k1}"], "learner.kl: 'k1' place: k1+"),
         (["learner.advantage=gae", "learner.critic={pretrain_steps: 400}"],
          "learner.critic.pretrain_steps=400 learner.steps=400"),

@@ -5,8 +5,9 @@ from typing import get_args
 import pytest
 
 from slipstream.configs.registry import Registry
-from slipstream.configs.schema.algorithms import ADVANTAGES, LOSSES
+from slipstream.configs.schema.advantages import ADVANTAGES
 from slipstream.configs.schema.learner import TRAINERS
+from slipstream.configs.schema.losses import LOSSES
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.run import TrackingConfig
 from slipstream.configs.schema.weights import TRANSPORTS, TransportName

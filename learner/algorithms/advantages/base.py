@@ -54,6 +54,10 @@ class AdvantageInputs:
     `learner.kl.place: reward`, for corrections that normalise, reject or veto, and for `optimal_token_baseline`."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (`optimal_token_baseline`)."""
+    turn_BT: Tensor | None = None
+    """Index of each action's turn within its episode (`gigpo`)."""
+    state_BT: Tensor | None = None
+    """Hash of what the env showed before each action's turn (`gigpo`)."""
     total: Callable[[Tensor], Tensor] = one_rank
     """Sum of a tensor over all ranks, as a new tensor; a collective, which all ranks must call equally often."""
 

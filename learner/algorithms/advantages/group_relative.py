@@ -1,18 +1,34 @@
-"""Advantages of episodes relative to their group; all actions of an episode share its advantage.
+"""Advantages of episodes relative to their group; all actions of an episode, or of its turn, share their advantage.
 
-# B episodes, T actions, K reward terms
+# B episodes, T actions, K reward terms, U turns of the longest episode, N turns of all episodes
 """
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required
-from slipstream.learner.algorithms.advantages.groups import whiten
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.groups import Groups, whiten
+from slipstream.learner.algorithms.advantages.returns import discounted_sum
 
 EPSILON: Final = 1e-6
 """Added to standard deviations."""
+
+
+def penalise_length(inputs: AdvantageInputs, coefficient: float) -> AdvantageInputs:
+    """The inputs with each reward less coefficient · pass rate · actions / actions of the group's longest episode.
+
+    The pass rate is the group's mean reward, at least 0: what is mostly solved is to be solved shortly, and answers to
+    what is never solved may be long.
+
+    Source: prime-rl, `length_penalty` of its GRPO, the term in output tokens.
+    """
+    groups, lengths_B = inputs.groups, inputs.mask_BT.sum(-1)
+    pass_rate_B = (groups.sum(inputs.reward_B) / groups.size(lengths_B.dtype)).clamp(min=0)
+    penalty_B = coefficient * pass_rate_B * lengths_B / groups.max(lengths_B)
+    return replace(inputs, rewards_BT=inputs.rewards_BT - rewards_at_the_end(penalty_B, inputs.mask_BT))
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
@@ -20,7 +36,7 @@ def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
-    return _standardised(inputs.reward_B, inputs, epsilon)[:, None] * inputs.mask_BT
+    return _standardised(inputs.reward_B, inputs.groups, epsilon)[:, None] * inputs.mask_BT
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
@@ -54,7 +70,7 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Tensor:
     Source: Liu et al. 2026 (GDPO), arXiv 2601.05242.
     """
     terms = required(inputs.terms, "terms")
-    standard_KB = torch.stack([_standardised(term_B, inputs, epsilon) for term_B in terms.values_KB])
+    standard_KB = torch.stack([_standardised(term_B, inputs.groups, epsilon) for term_B in terms.values_KB])
     summed_B = (terms.weights_K[:, None] * standard_KB).sum(0)
     return whiten(summed_B, torch.ones_like(summed_B), inputs.total)[:, None] * inputs.mask_BT
 
@@ -116,5 +132,38 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     return whiten(inputs.groups.deviations(inputs.reward_B)[:, None] * inputs.mask_BT, inputs.mask_BT, inputs.total)
 
 
-def _standardised(values_B: Tensor, inputs: AdvantageInputs, epsilon: float) -> Tensor:
-    return inputs.groups.deviations(values_B) / (inputs.groups.std(values_B) + epsilon)
+def gigpo(
+    inputs: AdvantageInputs, *, gamma: float, step_weight: float, divide_by_std: bool, epsilon: float = EPSILON
+) -> Tensor:
+    """Advantage of the episode within its group, plus step_weight times that of the turn, shape [B, T].
+
+    The turn's is its return Σ_k gamma^k · (reward of the k-th turn after it) less the mean return of all turns of the
+    group that began in the same state, here: after the same tokens of the env; 0 where no other did. Both are
+    optionally over std + epsilon.
+
+    Source: Feng et al. 2025 (GiGPO), arXiv 2505.10978, eq. 3 and 7; verl-agent, `core_gigpo.py`.
+    """
+    turn_BT, state_BT = required(inputs.turn_BT, "turn_BT"), required(inputs.state_BT, "state_BT")
+    row_A, column_A = inputs.mask_BT.nonzero(as_tuple=True)
+    turn_A = turn_BT[row_A, column_A]
+    shape = len(turn_BT), int(turn_BT.max()) + 1
+    rewards_BU = inputs.rewards_BT.new_zeros(shape).index_put(
+        (row_A, turn_A), inputs.rewards_BT[row_A, column_A], accumulate=True
+    )
+    states_BU = state_BT.new_zeros(shape).index_put((row_A, turn_A), state_BT[row_A, column_A])
+    row_N, turn_N = torch.stack([row_A, turn_A]).unique(dim=1)
+    keys_N2 = torch.stack([inputs.groups.index_B[row_N], states_BU[row_N, turn_N]], dim=1)
+    distinct, state_N = keys_N2.unique(dim=0, return_inverse=True)
+    returns_N = discounted_sum(rewards_BU, gamma)[row_N, turn_N]
+
+    def relative(values: Tensor, groups: Groups) -> Tensor:
+        return _standardised(values, groups, epsilon) if divide_by_std else groups.deviations(values)
+
+    step_N = relative(returns_N, Groups(state_N, len(distinct)))
+    steps_BU = torch.zeros_like(rewards_BU).index_put((row_N, turn_N), step_N)
+    episode_B1 = relative(inputs.reward_B, inputs.groups)[:, None]
+    return (episode_B1 + step_weight * steps_BU.gather(1, turn_BT)) * inputs.mask_BT
+
+
+def _standardised(values: Tensor, groups: Groups, epsilon: float) -> Tensor:
+    return groups.deviations(values) / (groups.std(values) + epsilon)

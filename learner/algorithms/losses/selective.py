@@ -103,6 +103,20 @@ def _masked(inputs: LossInputs, divergence_BT: Tensor, *, clip_low: float, clip_
     return LossTerms(loss_BT.masked_fill(outside_BT, 0.0), inputs.marks(outside_BT | (ratio_BT > cap)))
 
 
+@torch.no_grad()
+def top_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
+    """1.0 at the share of a micro-batch's actions with the highest entropies, ties included, shape [B, T].
+
+    Source: Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, which multiplies the losses by this; the
+    mean stays over all actions.
+    """
+    count = _share(mask_BT, share)
+    if not count:
+        return torch.zeros_like(mask_BT)
+    least = entropy_BT.masked_fill(mask_BT == 0, -torch.inf).flatten().topk(count).values[-1]
+    return (entropy_BT >= least) * mask_BT
+
+
 def clip_cov(
     inputs: LossInputs, *, clip_low: float, clip_high: float, ratio: float, cov_low: float, cov_high: float
 ) -> LossTerms:
@@ -120,7 +134,7 @@ def clip_cov(
     in_band_BT = (covariance_BT > cov_low) & (covariance_BT < cov_high)
     candidates_N2 = torch.nonzero(in_band_BT & ~stopped_BT & (inputs.mask_BT > 0))
     order_N = torch.randperm(len(candidates_N2), generator=inputs.generator).to(candidates_N2.device)
-    rows, columns = candidates_N2[order_N[: _share(inputs, ratio)]].unbind(1)
+    rows, columns = candidates_N2[order_N[: _share(inputs.mask_BT, ratio)]].unbind(1)
     chosen_BT = torch.zeros_like(stopped_BT)
     chosen_BT[rows, columns] = True
     return LossTerms(loss_BT.masked_fill(chosen_BT, 0.0), inputs.marks(stopped_BT | chosen_BT))
@@ -132,7 +146,7 @@ def kl_cov(inputs: LossInputs, *, ratio: float, coefficient: float) -> LossTerms
     Source: Cui et al. 2025, arXiv 2505.22617.
     """
     covariance_BT = _covariance(inputs).masked_fill(inputs.mask_BT == 0, -torch.inf)
-    top = covariance_BT.flatten().topk(_share(inputs, ratio)).indices
+    top = covariance_BT.flatten().topk(_share(inputs.mask_BT, ratio)).indices
     penalised_BT = torch.zeros_like(covariance_BT).flatten().index_fill(0, top, coefficient).view_as(covariance_BT)
     loss_BT = -inputs.ratio_BT * inputs.advantages_BT + penalised_BT * inputs.log_ratio_BT.abs()
     return LossTerms(loss_BT, torch.zeros_like(inputs.mask_BT))
@@ -146,7 +160,7 @@ def _covariance(inputs: LossInputs) -> Tensor:
     return (advantages_BT - mean_advantage) * (logprobs_BT - mean_logprob)
 
 
-def _share(inputs: LossInputs, ratio: float) -> int:
+def _share(mask_BT: Tensor, ratio: float) -> int:
     """Number of actions in that share, rounded down, but at least one if there is any."""
-    actions = int(inputs.mask_BT.sum())
+    actions = int(mask_BT.sum())
     return min(actions, max(1, int(ratio * actions)))

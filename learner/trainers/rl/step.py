@@ -15,7 +15,7 @@ from slipstream.configs.schema.rollout import SamplingConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.divergence import KlCoefficient
+from slipstream.learner.algorithms.divergence import KlCoefficient, answer_weight_sums, learning_rate_factor
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
@@ -65,6 +65,8 @@ class TrainStep:
     """Of the policy."""
     _critic_flops: ModelFlops | None = field(init=False)
     _prepare: StepPreparer = field(init=False)
+    _lr: float = field(init=False, default=0.0)
+    """The policy's learning rate in the present step."""
 
     def __post_init__(self) -> None:
         self.flops = ModelFlops.of_model(self.model)
@@ -153,9 +155,9 @@ class TrainStep:
         policy_step = step - self._pretrain_steps
         if policy_step >= 0:
             steps = learner.steps - self._pretrain_steps
-            lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
-            set_learning_rate(self.optimizer, lr)
-            sums.set("lr", lr)
+            self._lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
+            set_learning_rate(self.optimizer, self._lr)
+            sums.set("lr", self._lr)
         if self.critic is not None:
             critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
             set_learning_rate(self.critic.optimizer, critic_lr)
@@ -184,6 +186,8 @@ class TrainStep:
         traced: ActionTrace | None,
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
+        reference_ess = self.learner.correction.reference_ess
+        answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
             scores = score_actions(
                 self.model,
@@ -202,6 +206,12 @@ class TrainStep:
             if traced is not None:
                 traced.add(objective.update, index, values)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
+            if reference_ess is not None:
+                answers += answer_weight_sums(values.target_BT - values.behaviour_BT, values.mask_BT)
+        if reference_ess is not None:
+            lr = self._lr * learning_rate_factor(self.world.sum(answers), reference_ess)
+            set_learning_rate(self.optimizer, lr)
+            sums.set("lr", lr)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(

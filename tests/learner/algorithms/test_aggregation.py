@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import Aggregation
+from slipstream.configs.schema.losses import Aggregation
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 
 ROWS, ACTIONS, BATCHES = 7, 5, 4

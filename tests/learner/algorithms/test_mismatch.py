@@ -6,7 +6,13 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
 from slipstream.learner.algorithms.correction import correct
-from slipstream.learner.algorithms.divergence import SUMS, mismatch_metrics, mismatch_sums
+from slipstream.learner.algorithms.divergence import (
+    SUMS,
+    answer_weight_sums,
+    learning_rate_factor,
+    mismatch_metrics,
+    mismatch_sums,
+)
 from tests.learner.algorithms.golden import golden_log_ratio
 
 
@@ -46,3 +52,14 @@ def test_figures_at_extremes(log_ratio_BT: Tensor, weights_BT: Tensor, expected:
     figures = mismatch_metrics(mismatch_sums(log_ratio_BT, weights_BT, torch.ones(2, 3)))
     assert figures | expected == figures
     assert all(figure < float("inf") for figure in figures.values())
+
+
+@pytest.mark.parametrize(("reference", "factor"), [(1.0, (2 / 3) ** 0.5), (0.8, (2 / 3 / 0.8) ** 0.5), (0.5, 1.0)])
+def test_learning_rate_falls_with_sample_size_of_answers(reference: float, factor: float) -> None:
+    """Ratios 4, 1 and 1 of three answers: (4 + 1 + 1)² / (3 · (16 + 1 + 1)) = 2/3."""
+    log_ratio_BT = torch.tensor([[8.0, 0.5, 1.0], [1.0, 9.0, 9.0], [2.0, 0.5, 1.0], [9.0, 9.0, 9.0]]).log()
+    mask_BT = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    sums = sum(answer_weight_sums(log_ratio_BT[part], mask_BT[part]) for part in (slice(0, 1), slice(1, 4)))
+    assert isinstance(sums, Tensor)
+    assert learning_rate_factor(sums, reference) == pytest.approx(factor)
+    assert learning_rate_factor(torch.zeros(3), reference) == 1.0

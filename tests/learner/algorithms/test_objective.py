@@ -90,6 +90,17 @@ def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeC
     torch.testing.assert_close(with_bonus, without - bonus)
 
 
+def test_only_top_entropy_has_policy_loss(world: World, make_config: MakeConfig, groups: Path) -> None:
+    config = make_config(token_budget=4000, loss={"top_entropy": 0.2, "aggregation": "token-mean"})
+    objective, batch, scores = objective_of(build_train_step(config, world), groups, update=0)
+    entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
+    loss, figures = objective(scores._replace(entropy_A=entropy_A), batch)
+    (gradient_A,) = torch.autograd.grad(loss, scores.logprobs_A)
+    allowed_A = entropy_A >= entropy_A.sort(descending=True).values[int(0.2 * figures.mask_BT.sum()) - 1]
+    assert gradient_A[allowed_A].any()
+    assert not gradient_A[~allowed_A].any()
+
+
 def test_groups_count_by_their_importance_weights(world: World, make_config: MakeConfig, groups: Path) -> None:
     objective, batch, scores = objective_of(build_train_step(make_config(token_budget=4000), world), groups, update=0)
     rows = objective.prepared.rows

@@ -10,12 +10,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    AdvantageConfig,
-    LossConfig,
-)
+from slipstream.configs.schema.advantages import ADVANTAGES, AdvantageConfig
+from slipstream.configs.schema.losses import LOSSES, LossConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.advantages.group_relative import rloo
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
@@ -30,6 +26,8 @@ NEEDS = {
     "values_BT": {"gae"},
     "logprobs_BT": {"optimal_token_baseline"},
     "collision_BT": {"optimal_token_baseline"},
+    "turn_BT": {"gigpo"},
+    "state_BT": {"gigpo"},
 }
 REGISTRIES = {registry.kind: registry for registry in (ADVANTAGES, LOSSES)}
 BUILT_IN = [(kind, name) for kind, registry in REGISTRIES.items() for name in registry.built_in]

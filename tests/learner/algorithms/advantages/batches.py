@@ -16,9 +16,10 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "gdpo": {"epsilon": 1e-6}, "max_rl": {}, "rloo": {}, "opo": {}, "remax": {}, "reinforce_plus_plus": {"gamma": 0.9},
     "reinforce_plus_plus_baseline": {}, "gpg": {"scale_up_for": "no_advantage"},
     "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None}, "optimal_token_baseline": {"epsilon": 1e-8},
+    "gigpo": {"gamma": 0.9, "step_weight": 0.5, "divide_by_std": False, "epsilon": 1e-6},
 }  # fmt: skip
 """Arguments of the built-in advantages."""
-ROWS = ("mask_BT", "rewards_BT", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
+ROWS = ("mask_BT", "rewards_BT", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT", "turn_BT", "state_BT")
 """Tensors with a row for each episode."""
 
 
@@ -50,12 +51,13 @@ def batch(
 def golden_batch() -> AdvantageInputs:
     """The batch of the reference figures, with log-probs, collisions and reward terms of our own."""
     probability_BT = INPUTS["target_logprobs"].exp()
+    turn_BT = (torch.arange(SHAPE["tokens"]) // 3).repeat(SHAPE["rows"], 1)
     return AdvantageInputs(
         mask_BT=INPUTS["mask"], rewards_BT=rewards_at_the_end(INPUTS["reward"], INPUTS["mask"]),
         groups=Groups(torch.arange(SHAPE["rows"]) // SHAPE["group_size"], SHAPE["groups"]),
         terms=RewardTerms(torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]), vector(1.0, -0.3)),
         greedy_rewards_B=INPUTS["greedy_reward"], values_BT=INPUTS["values"], logprobs_BT=INPUTS["target_logprobs"],
-        collision_BT=collision_of_two(probability_BT),
+        collision_BT=collision_of_two(probability_BT), turn_BT=turn_BT, state_BT=turn_BT.flip(0) // 2,
     )  # fmt: skip
 
 

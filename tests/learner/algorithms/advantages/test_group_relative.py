@@ -16,11 +16,13 @@ from slipstream.learner.algorithms.advantages.base import AdvantageInputs, Rewar
 from slipstream.learner.algorithms.advantages.group_relative import (
     dr_grpo,
     gdpo,
+    gigpo,
     gpg,
     grpo,
     grpo_passk,
     max_rl,
     opo,
+    penalise_length,
     reinforce_plus_plus_baseline,
     rloo,
 )
@@ -112,3 +114,27 @@ def test_advantages_of_group_sum_to_zero(groups: list[list[float]]) -> None:
     for advantage in CENTRED:
         sums_B = inputs.groups.sum(of_episodes(advantage(inputs)))
         torch.testing.assert_close(sums_B, torch.zeros_like(sums_B), rtol=0, atol=1e-9)
+
+
+def test_length_penalty_scales_with_pass_rate() -> None:
+    """Pass rates 1, 1/2 and, of a negative mean, 0; lengths 1, 2 and 4 of at most 2 and 4."""
+    inputs = batch([[1.0, 1.0], [1.0, 0.0], [-1.0, 0.0]], lengths=[1, 2, 4, 2, 4, 2])
+    penalised = penalise_length(inputs, 0.2)
+    torch.testing.assert_close(penalised.reward_B, vector(1 - 0.1, 1 - 0.2, 1 - 0.1, -0.05, -1, 0))
+    torch.testing.assert_close(penalised.rewards_BT[0], vector(0.9, 0, 0, 0))
+    torch.testing.assert_close(of_episodes(dr_grpo(penalised))[:4], vector(0.05, -0.05, 0.475, -0.475))
+
+
+def test_gigpo_compares_turns_of_same_state_within_group() -> None:
+    """Three episodes of 2, 2 and 1 turns from state 7; two of them pass state 5, and so does another group's."""
+    inputs = replace(
+        batch([[0.0, 0.0, 0.0], [0.0]], lengths=[3, 2, 1, 1]),
+        rewards_BT=matrix([0, 1, 1], [1, 0, 0], [0, 0, 0], [8, 0, 0]),
+        turn_BT=torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 0]]),
+        state_BT=torch.tensor([[7, 5, 5], [7, 5, 0], [7, 0, 0], [5, 0, 0]]),
+    )
+    # Episodes: 2, 1 and 0 of mean 1. Returns from state 7: 0.5 · 2, 1 and 0 of mean 2/3; from state 5: 2 and 0.
+    expected_BT = matrix([1 + 1 / 3, 1 + 1, 1 + 1], [0 + 1 / 3, 0 - 1, 0], [-1 - 2 / 3, 0, 0], [0, 0, 0])
+    torch.testing.assert_close(gigpo(inputs, gamma=0.5, step_weight=1.0, divide_by_std=False), expected_BT)
+    episodes_BT = gigpo(inputs, gamma=0.5, step_weight=0.0, divide_by_std=True, epsilon=1.0)
+    torch.testing.assert_close(of_episodes(episodes_BT), vector(0.5, 0, -0.5, 0))

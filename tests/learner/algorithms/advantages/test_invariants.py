@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import ADVANTAGES
+from slipstream.configs.schema.advantages import ADVANTAGES
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
@@ -45,7 +45,11 @@ def test_values_outside_mask_do_not_matter(name: str) -> None:
 def test_precision_is_that_of_inputs(name: str) -> None:
     inputs = golden_batch()
     assert inputs.terms is not None
-    single: dict[str, Any] = {key: value.float() for key, value in vars(inputs).items() if isinstance(value, Tensor)}
+    single: dict[str, Any] = {
+        key: value.float()
+        for key, value in vars(inputs).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
     terms = RewardTerms(inputs.terms.values_KB.float(), inputs.terms.weights_K.float())
     double_BT, single_BT = compute(name, inputs), compute(name, replace(inputs, **single, terms=terms))
     assert (double_BT.dtype, single_BT.dtype) == (torch.float64, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo
-from slipstream.learner.algorithms.losses.selective import clip_cov, dppo_kl, dppo_tv, ipo, kl_cov, kpop
+from slipstream.learner.algorithms.losses.selective import clip_cov, dppo_kl, dppo_tv, ipo, kl_cov, kpop, top_entropy
 from tests.learner.algorithms.losses.batches import gradient, random_inputs, trajectory
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -137,3 +137,14 @@ def test_kl_cov_penalises_highest_covariances() -> None:
     expected = torch.zeros(inputs.mask_BT.numel(), dtype=torch.float64)
     expected[top] = 2 * inputs.log_ratio_BT.detach().flatten()[top].abs()
     torch.testing.assert_close((penalised - plain).detach().flatten(), expected)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.1, [[0, 0, 1], [0, 0, 0]]), (0.4, [[0, 1, 1], [0, 0, 0]]), (0.6, [[1, 1, 1], [1, 0, 0]])],  # of 5 actions
+)
+def test_top_entropy_marks_share_and_ties_within_mask(share: float, expected: list[list[float]]) -> None:
+    entropy_BT = torch.tensor([[1.0, 2.0, 3.0], [1.0, 0.5, 9.0]])
+    mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    assert top_entropy(entropy_BT, mask_BT, share).tolist() == expected
+    assert not top_entropy(entropy_BT, 0 * mask_BT, share).any()

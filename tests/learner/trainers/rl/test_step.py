@@ -78,6 +78,17 @@ def test_step_changes_every_weight(world: World, make_config: MakeConfig, update
     assert figures["grad_norm"] > 0
 
 
+def test_learning_rate_follows_sample_size_of_each_update(world: World, make_config: MakeConfig) -> None:
+    config = make_config(correction={"reference_ess": 1.0}, updates_per_step=2)
+    folder = groups_folder(config)
+    first, second = train(build_train_step(config, world), folder, [0, 1])
+    assert 0 < first["lr"] < 3e-3
+    assert 0 < second["lr"] < 3e-3
+    split = build_train_step(make_config(correction={"reference_ess": 1.0}, updates_per_step=2, token_budget=40), world)
+    (again,) = train(split, folder, [0])
+    assert again["lr"] == pytest.approx(first["lr"], rel=1e-3)
+
+
 def test_update_without_finite_gradient_is_skipped(world: World, make_config: MakeConfig) -> None:
     config = make_config()
     train_step = build_train_step(config, world)
