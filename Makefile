@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness replay-check sglang-check openenv-check trackers-check slurm-check ray-check k8s-check s3-check compose-test clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -41,6 +41,10 @@ coverage: setup
 # make soak SOAK_ROUNDS=100
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
+
+# Replays of real runs, also of one with two learner ranks
+replay-check: setup
+	@$(BIN)/pytest -m "not gpu" tests/tools/rewind $(ARGS)
 
 # SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then 3 minutes
 sglang-check: setup
