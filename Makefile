@@ -42,9 +42,9 @@ coverage: setup
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
 
-# Replays that find poisoned groups, and a learning rate that is too high, in three seeds each: 8 minutes
+# Replays of two ranks; replays that find poisoned groups, and a learning rate that is too high, in three seeds each: 8 minutes
 rewind-check: setup
-	@SLIPSTREAM_REWIND_CHECK=1 $(BIN)/pytest tests/tools/rewind $(ARGS)
+	@SLIPSTREAM_REWIND_CHECK=1 $(BIN)/pytest -m "not gpu" tests/tools/rewind $(ARGS)
 
 # SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then 3 minutes
 sglang-check: setup
