@@ -213,8 +213,8 @@ class Search:
     quiet: bool
     """The progress goes to stderr."""
     replays: int = 0
-    _effects: dict[frozenset[Answer], float] = field(default_factory=dict)
-    """Restored share by what was left out."""
+    _values: dict[frozenset[Answer], float] = field(default_factory=dict)
+    """The metric by what was left out."""
 
     def run(self) -> Verdict:
         """Searches groups, then answers in the one that is found."""
@@ -229,7 +229,7 @@ class Search:
             return self._without_group(())
         suspects = sorted(map(self._suspect, found), key=lambda suspect: -suspect.effect)
         controls = [self._suspect(one) for one in self._controls(found)]
-        if any(control.effect >= RESTORED for control in controls):
+        if any(self._restores(frozenset({(control.group_id, None)})) for control in controls):
             return self._without_group(controls)
         if len(suspects) == 1:
             suspects = [self._narrowed(suspects[0])]
@@ -243,7 +243,7 @@ class Search:
 
     def interrupted(self) -> Verdict:
         """What is known so far: the smallest set whose removal restored the metric."""
-        restoring = [left_out for left_out in self._effects if self._restores(left_out)]
+        restoring = [left_out for left_out, value in self._values.items() if self._is_restored(value)]
         text = f"interrupted after {self.replays} replays: "
         if not restoring:
             return Verdict([], [], None, (), text + "nothing is known yet")
@@ -256,7 +256,7 @@ class Search:
         answers: list[Answer] = [(suspect.group_id, index) for index in range(suspect.size)]
 
         def suffices(left_out: frozenset[Answer]) -> bool:
-            return self._effect(left_out) >= SUFFICE * suspect.effect
+            return self._restores(left_out) and self._effect(left_out) >= SUFFICE * suspect.effect
 
         found = smallest(answers, suffices, most=max(1, suspect.size // 2)) if suspect.size > 1 else None
         if found is None:
@@ -267,10 +267,11 @@ class Search:
     def _without_group(self, controls: Sequence[Suspect]) -> Verdict:
         """The verdict where no small set of groups is the cause, with a replay at a lower learning rate."""
         lr = self.recording.config(self.question.first).learner.optimizer.lr
-        effect = self._share(self._value(frozenset(), (f"learner.optimizer.lr={lr / 10!r}",)))
+        value = self._value(frozenset(), (f"learner.optimizer.lr={lr / 10!r}",))
+        effect = self._share(value)
         why = "leaving out others restores it as well" if controls else f"no {MOST_GROUPS} groups restore it"
         text = f"no single group of the steps {self.question.first} to {self.question.step} is the cause: {why}. "
-        if effect >= RESTORED:
+        if self._is_restored(value):
             text += f"A tenth of the learning rate ({lr / 10:g}) does, {self._percent(effect)}: the likely cause"
         else:
             text += f"Nor does a tenth of the learning rate ({lr / 10:g}): {self._percent(effect)}"
@@ -318,13 +319,19 @@ class Search:
         return self._value(frozenset())
 
     def _restores(self, left_out: frozenset[Answer]) -> bool:
-        return self._effect(left_out) >= RESTORED
+        return self._is_restored(self._value_without(left_out))
+
+    def _is_restored(self, value: float) -> bool:
+        return self._share(value) >= RESTORED and not self.question.condition.holds(value)
 
     def _effect(self, left_out: frozenset[Answer]) -> float:
         """Share of the way back to the usual value without these."""
-        if left_out not in self._effects:
-            self._effects[left_out] = self._share(self._value(left_out))
-        return self._effects[left_out]
+        return self._share(self._value_without(left_out))
+
+    def _value_without(self, left_out: frozenset[Answer]) -> float:
+        if left_out not in self._values:
+            self._values[left_out] = self._value(left_out)
+        return self._values[left_out]
 
     def _share(self, value: float) -> float:
         question, broken = self.question, self._broken
@@ -332,8 +339,7 @@ class Search:
             return 0.0
         if not math.isfinite(broken):
             return 0.0 if question.condition.holds(value) else 1.0
-        share = (value - broken) / (question.usual - broken)
-        return min(share, RESTORED / 2) if question.condition.holds(value) else share
+        return (value - broken) / (question.usual - broken)
 
     def _value(self, left_out: frozenset[Answer], overrides: Sequence[str] = ()) -> float:
         """Mean of the metric over the steps that are measured; NaN where training diverges, or a step has no groups."""

@@ -16,7 +16,7 @@ from slipstream.tools.follow import MISSING
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.transcript import decoder_or_reason, text_of
 
-MIN_COLUMNS = 100
+MIN_COLUMNS = 120
 SHOWN_ANSWERS: Final = 2
 
 
