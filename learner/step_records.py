@@ -1,7 +1,6 @@
 """Records of training steps, `steps.jsonl`: what a replay needs to know besides groups and checkpoint."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +8,11 @@ from typing import Any, Final
 import msgspec
 
 from slipstream.buffer.store.types import LeasedGroups
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.metrics.trackers import append_record
 from slipstream.learner.models.reproducibility import Surroundings
+
+log = get_log("learner.records")
 
 START: Final = "start"
 STEP: Final = "step"
@@ -68,16 +71,23 @@ class RecordedStep:
     start: StartRecord
 
 
-def append_record(path: Path, record: StartRecord | StepRecord) -> None:
-    """Appends a record to a run's file, after ending a line that was left incomplete. Raises: OSError."""
-    kind = START if isinstance(record, StartRecord) else STEP
-    line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
-    with path.open("ab+", buffering=0) as file:
-        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
-            line = b"\n" + line
-        left = memoryview(line)
-        while left:
-            left = left[file.write(left) :]
+class StepRecords:
+    """Appends records to a run's file. A failure to write is logged once, and costs the records from there on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_broken = False
+
+    def append(self, record: StartRecord | StepRecord) -> None:
+        """Appends a record."""
+        if self._is_broken:
+            return
+        kind = START if isinstance(record, StartRecord) else STEP
+        try:
+            append_record(self._path, {"kind": kind, **asdict(record)})
+        except OSError as error:
+            self._is_broken = True
+            log.warning("steps are no longer recorded", file=str(self._path), error=str(error))
 
 
 def read_step_records(path: Path) -> dict[int, RecordedStep]:

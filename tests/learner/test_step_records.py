@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.learner.models.reproducibility import Surroundings
-from slipstream.learner.step_records import StartRecord, StepRecord, append_record, read_step_records
+from slipstream.learner.step_records import StartRecord, StepRecord, StepRecords, read_step_records
 
 HERE = Surroundings(ranks=1, device="cpu", threads=1, cpu="", versions={})
 
@@ -24,7 +24,7 @@ def record(step: int, *, group: str = "1") -> StepRecord:
 def test_steps_of_the_latest_start_count(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for each in (start(0), record(1), record(2), record(3), start(1), record(2, group="7")):
-        append_record(path, each)
+        StepRecords(path).append(each)
     steps = read_step_records(path)
     assert {step: known.record.groups for step, known in steps.items()} == {1: ["1"], 2: ["7"]}
     assert (steps[1].start, steps[2].start) == (start(0), start(1))
@@ -35,9 +35,17 @@ def test_steps_of_the_latest_start_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b'{"kind": "step", "st', b"\xff", b'{"kind": "step"}\n', b"3\n", b"{}\n"])
 def test_incomplete_lines_are_skipped(torn: bytes, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    append_record(path, start(0))
-    append_record(path, record(1))
+    StepRecords(path).append(start(0))
+    StepRecords(path).append(record(1))
     path.write_bytes(path.read_bytes() + torn)
     assert read_step_records(path).keys() == {1}
-    append_record(path, record(2))
+    StepRecords(path).append(record(2))
     assert read_step_records(path).keys() == {1, 2}
+
+
+def test_failure_to_write_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    records = StepRecords(tmp_path / "file" / "steps.jsonl")
+    records.append(start(0))
+    records.append(record(1))
+    assert len(caplog.records) == 1

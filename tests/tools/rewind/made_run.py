@@ -30,7 +30,7 @@ from slipstream.env.builtin.digits import Digits
 from slipstream.learner.models.reproducibility import Surroundings
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.step_records import StartRecord, StepRecord, append_record
+from slipstream.learner.step_records import StartRecord, StepRecord, StepRecords
 from slipstream.learner.trainers.rl.replay import Replayer
 from slipstream.models.digits import TOKENS
 from slipstream.models.folder import initial_model
@@ -102,7 +102,7 @@ class MadeRun:
             time_s=time.time(), step=0, checksum=replayer.train_step.checksum(),
             config=config.model_dump(mode="json"), surroundings=Surroundings.here(ranks=1, device=world.device),
         )  # fmt: skip
-        append_record(config.paths.steps, start)
+        StepRecords(config.paths.steps).append(start)
         async with connect_async(config.redis) as client:
             ledger = Ledger(client, config)
             await ledger.identify({**config_identity(config), "train_tasks": str(size)})
@@ -129,7 +129,7 @@ class MadeRun:
                     unpublished_steps=0, lr_scale=1.0, kl_coefficient=None, checksum="",
                 )  # fmt: skip
                 metrics, checksum = replayer.run(record, [groups[name] for name in lease.ids])
-                append_record(config.paths.steps, replace(record, checksum=checksum))
+                StepRecords(config.paths.steps).append(replace(record, checksum=checksum))
                 with config.paths.metrics.open("a") as file:
                     finite = {key: value if np.isfinite(value) else None for key, value in metrics.items()}
                     file.write(json.dumps({"kind": "step", "time_s": float(step), "step": step, **finite}) + "\n")
