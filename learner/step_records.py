@@ -72,6 +72,7 @@ def append_record(path: Path, record: StartRecord | StepRecord) -> None:
     """Appends a record to a run's file, after ending a line that was left incomplete. Raises: OSError."""
     kind = START if isinstance(record, StartRecord) else STEP
     line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             line = b"\n" + line
