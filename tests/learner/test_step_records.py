@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.learner.models.reproducibility import Surroundings
 from slipstream.learner.step_records import StartRecord, StepRecord, StepRecords, read_step_records
@@ -43,9 +44,10 @@ def test_incomplete_lines_are_skipped(torn: bytes, tmp_path: Path) -> None:
     assert read_step_records(path).keys() == {1, 2}
 
 
-def test_failure_to_write_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_to_write_is_logged_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     records = StepRecords(tmp_path / "file" / "steps.jsonl")
-    records.append(start(0))
-    records.append(record(1))
-    assert len(caplog.records) == 1
+    with capture_logs() as logs:
+        records.append(start(0))
+        records.append(record(1))
+    assert len(logs) == 1
