@@ -126,8 +126,7 @@
       const { kind, history, ...rest } = parameters;
       const isKindApart = path.endsWith("/series") || path.includes("/prompts/");
       const variant = kind === "eval" && isKindApart ? "?kind=eval" : history ? "?history=1" : "";
-      const name = decodeURIComponent(path);
-      const whole = data[name + variant] ?? (path.includes("/prompts/") ? data[name] : undefined);
+      const whole = data[decodeURIComponent(path) + variant];
       if (whole === undefined)
         throw new DataError("This report does not contain it; `slipstream dashboard` on the run's folder shows it.");
       if (path.endsWith("/series")) return selectSeries(whole, rest);
