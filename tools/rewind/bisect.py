@@ -229,7 +229,12 @@ class Search:
             return self._without_group(())
         suspects = sorted(map(self._suspect, found), key=lambda suspect: -suspect.effect)
         controls = [self._suspect(one) for one in self._controls(found)]
-        if any(self._restores(frozenset({(control.group_id, None)})) for control in controls):
+        others = [one for one in self._candidates if one not in found]
+        halves = (frozenset(others[: len(others) // 2]), frozenset(others[len(others) // 2 :]))
+        # Where training is unstable, any change restores some of it: a group then is no cause.
+        if any(control.effect >= RESTORED / 2 for control in controls) or any(
+            self._effect(half) >= RESTORED / 2 for half in halves if half
+        ):
             return self._without_group(controls)
         if len(suspects) == 1:
             suspects = [self._narrowed(suspects[0])]
@@ -237,8 +242,8 @@ class Search:
         names = ", ".join(f"{one.group_id} (step {one.step})" for one in suspects)
         what = f"group {names} is" if len(suspects) == 1 else f"groups {names} together are"
         share = f"without {'it' if len(suspects) == 1 else 'them'} {self._percent(self._effect(found))} of the way back"
-        others = f"; without any of {len(controls)} others at most {max(control.effect for control in controls):.0%}"
-        text = f"{what} the cause: {share}" + (others if controls else "")
+        most = f"; without any of {len(controls)} others at most {max(control.effect for control in controls):.0%}"
+        text = f"{what} the cause: {share}" + (most if controls else "")
         return Verdict(suspects, controls, None, self._remarks(), text)
 
     def interrupted(self) -> Verdict:

@@ -98,7 +98,7 @@ def make(redis_url: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFi
 def bisected(cli: CommandLine, run: MadeRun, *words: str) -> dict[str, Any]:
     assert cli("bisect", run.folder, "--json", *words) == 0, cli.err
     found: dict[str, Any] = json.loads(cli.out)
-    assert len(cli.err.splitlines()) >= found["replays"], "the progress"
+    assert "replay 2:" in cli.err, "the progress"
     return found
 
 
@@ -166,7 +166,7 @@ def test_poisoned_group_is_top_of_all(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_high_learning_rate_is_no_groups_fault(cli: CommandLine, make: Callable[..., MadeRun], seed: int) -> None:
-    run = make("learner.optimizer.lr=0.05", *UNPROTECTED, steps=12, seed=seed)
+    run = make(*UNPROTECTED, "learner.optimizer.lr=0.1", "learner.optimizer.clip_norm=1", steps=16, seed=seed)
     found = bisected(cli, run, "--metric", "entropy", "--below", "0.1")
     assert found["groups"] == []
     assert found["lr_effect"] > 0.5
