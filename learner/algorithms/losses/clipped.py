@@ -123,10 +123,8 @@ def vespo(inputs: LossInputs, *, positive: tuple[float, float], negative: tuple[
     Source: Shen et al. 2026 (VESPO), arXiv 2602.10693.
     """
     log_ratio_B1 = _trajectory_log_ratio(inputs)
-    if_positive_B1, if_negative_B1 = (
-        torch.exp(k * log_ratio_B1 + lam * (1 - log_ratio_B1.exp())) for k, lam in (positive, negative)
-    )
-    weight_BT = torch.where(inputs.advantages_BT >= 0, if_positive_B1, if_negative_B1)
+    good_B1, bad_B1 = (torch.exp(k * log_ratio_B1 + lam * (1 - log_ratio_B1.exp())) for k, lam in (positive, negative))
+    weight_BT = torch.where(inputs.advantages_BT >= 0, good_B1, bad_B1)
     return LossTerms(-weight_BT * inputs.advantages_BT * inputs.logprobs_BT, torch.zeros_like(inputs.mask_BT))
 
 
