@@ -3,9 +3,10 @@
 import asyncio
 import re
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,15 @@ class KeptGroups:
 
     def remove(self, step: int, *, from_part: int = 0) -> None:
         """Removes the files of a step, from a part on. Raises: OSError."""
-        for path in self._parts(step)[from_part:]:
-            path.unlink(missing_ok=True)
+        for path in reversed([*self._parts(step, from_part)]):
+            path.unlink()
 
     def _part(self, step: int, part: int) -> Path:
         return self.root / f"step-{step:09d}-{part:04d}.zst"
 
-    def _parts(self, step: int) -> list[Path]:
-        return sorted(self.root.glob(f"step-{step:09d}-*.zst"))
+    def _parts(self, step: int, start: int = 0) -> Iterator[Path]:
+        """The files of a step. Not by listing the folder, which may hold those of very many steps."""
+        return takewhile(Path.exists, (self._part(step, part) for part in count(start)))
 
 
 class Keeper:
@@ -141,14 +143,20 @@ class Keeper:
             return
         groups = await self._groups(first, done)
         sizes = await self._sizes([group_id for ids in groups.values() for group_id in ids])
-        for step in range(first, done):
+
+        def size_of(step: int) -> int:
+            return sum(sizes[group_id] for group_id in groups[step])
+
+        # Small steps together: each has its price for Redis, and for a thread.
+        for steps in portions(range(first, done), size_of, most=MOST_GROUPS, most_bytes=TRANSFER_BYTES):
+            if not self._most_steps:
+                return
             try:
-                if step in groups and self._most_steps:
-                    await self._write(step + 1, groups[step], sizes)
+                await self._write({step + 1: groups[step] for step in steps if groups[step]}, sizes)
             except OSError as error:
                 self._write_failed(error)
                 return
-            self._next = step + 1
+            self._next = steps[-1] + 1
         await asyncio.to_thread(self._remove_before, done - self._most_steps + 1)
 
     async def _groups(self, first: int, end: int) -> dict[int, list[str]]:
@@ -180,27 +188,41 @@ class Keeper:
         sizes: list[Any] = await pipeline.execute()
         return {group_id: size or TRANSFER_BYTES for group_id, size in zip(ids, sizes, strict=True)}
 
-    async def _write(self, step: int, ids: Sequence[str], sizes: Mapping[str, int]) -> None:
-        """Writes the groups of a step, unless one was forgotten or they are too large. Raises: OSError."""
+    async def _write(self, steps: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> None:
+        """Writes the groups of small steps, or of one, but not those of steps of which a group was forgotten.
+
+        Raises: OSError.
+        """
+        ids = [*dict.fromkeys(chain.from_iterable(steps.values()))]
         parts = [*portions(ids, sizes.__getitem__, most=len(ids), most_bytes=FILE_BYTES)]
-        size_bytes = 0
+        written = Counter[int]()
         for number, some in enumerate(parts):
             blobs = await self._blobs(some, sizes)
-            if len(blobs) < len(some):
+            forgotten = set(some) - blobs.keys()
+            for step in [step for step, groups in steps.items() if not forgotten.isdisjoint(groups)]:
                 await asyncio.to_thread(self.folder.remove, step)
                 self.errors += 1
-                log.warning("groups of a step are not kept: some were forgotten before", step=step, groups=len(ids))
-                return
-            size_bytes += await asyncio.to_thread(self.folder.write, step, number, blobs, last=some is parts[-1])
+                log.warning(
+                    "groups of a step are not kept: some were forgotten before", step=step, groups=len(steps[step])
+                )
+                steps = {other: groups for other, groups in steps.items() if other != step}
+            part = {step: {key: blobs[key] for key in groups if key in blobs} for step, groups in steps.items()}
+            written += await asyncio.to_thread(self._write_files, part, number, last=some is parts[-1])
         self._failing = False
-        if size_bytes > self._most_step_bytes:
-            await asyncio.to_thread(self.folder.remove, step)
+        largest = max(written.values(), default=0)
+        if largest > self._most_step_bytes:
+            for step in steps:
+                await asyncio.to_thread(self.folder.remove, step)
             self._most_steps = 0
             log.info(
                 "groups of trained steps are not kept: those between two checkpoints would take too much room",
-                step_mb=round(size_bytes / 1e6),
+                step_mb=round(largest / 1e6),
                 remedy="to replay steps, set buffer.keep_trained to a number of steps, or to all",
             )
+
+    def _write_files(self, steps: Mapping[int, Mapping[str, bytes]], part: int, *, last: bool) -> Counter[int]:
+        """Writes a part of each step's groups; returns their sizes. Raises: OSError."""
+        return Counter({step: self.folder.write(step, part, blobs, last=last) for step, blobs in steps.items()})
 
     async def _blobs(self, ids: Sequence[str], sizes: Mapping[str, int]) -> dict[str, bytes]:
         """Bytes of groups, from Redis or spill files; without those that were forgotten."""

@@ -1,6 +1,6 @@
 """Reproducibility of training: a checksum of the weights, and the surroundings that the last bits depend on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -59,12 +59,19 @@ def weights_checksum(models: Iterable[nn.Module], world: World) -> str:
     one pass over the weights on their device. A square, because errors of rounding in both directions would cancel in a
     sum. Weights that change places are not noticed.
     """
-    parts = [torch.zeros((), dtype=torch.int64, device=world.device)]
-    for model in models:
-        for parameter in model.parameters():
-            if parameter.requires_grad and (shard := _own_shard(parameter.detach(), world)) is not None:
-                parts += _sums_of_squares(shard, world.device)
-    return f"{int(world.sum_of_all(torch.stack(parts).sum())) & (1 << 64) - 1:016x}"
+    own = (
+        _own_shard(parameter.detach(), world)
+        for model in models
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
+    for bits in _portions(
+        shard.contiguous().view(-1).view(_BITS[shard.element_size()]) for shard in own if shard is not None
+    ):
+        wide = bits.to(torch.int64, copy=True)
+        total += wide.mul_(wide).sum().to(world.device)
+    return f"{int(world.sum_of_all(total)) & (1 << 64) - 1:016x}"
 
 
 def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
@@ -77,9 +84,18 @@ def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
     return parameter.to_local()
 
 
-def _sums_of_squares(shard: Tensor, device: torch.device) -> list[Tensor]:
-    """Sums of squares of the elements' bits, in portions, modulo 2^64."""
-    bits = shard.contiguous().view(-1).view(_BITS[shard.element_size()])
-    portions = [bits] if bits.numel() <= _CHUNK else bits.split(_CHUNK)
-    widened = (portion.to(torch.int64, copy=True) for portion in portions)
-    return [wide.mul_(wide).sum().to(device) for wide in widened]
+def _portions(vectors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The vectors in portions of at most `_CHUNK` elements: small ones together, because each call has its price."""
+    small: list[Tensor] = []
+    size = 0
+    for vector in vectors:
+        if vector.numel() >= _CHUNK:
+            yield from vector.split(_CHUNK)
+            continue
+        if size + vector.numel() > _CHUNK:
+            yield torch.cat(small)
+            small, size = [], 0
+        small.append(vector)
+        size += vector.numel()
+    if small:
+        yield torch.cat(small)
