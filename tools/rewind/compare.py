@@ -9,6 +9,7 @@ from typing import Any, Final
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.learner.metrics.starts import read_starts
 from slipstream.tools.follow import MISSING, number, parse_lines
 from slipstream.tools.ledger.open import OpenLedger, find_run, with_ledger
 from slipstream.tools.rewind.series import (
@@ -86,7 +87,7 @@ def read_side(run: str) -> Side:
     identity, error = _identity(folder)
     try:
         metrics = read_metrics(folder)
-        start, groups = _latest_start(folder), _groups(folder)
+        start, groups = next(reversed(read_starts(folder.starts)), None), _groups(folder)
     except OSError as failed:
         raise SlipstreamError(f"{failed.filename} can't be read: {failed.strerror}") from None
     return Side(folder, config, metrics, identity, error, start, groups)
@@ -105,15 +106,6 @@ def _identity(folder: RunPaths) -> tuple[dict[str, str], str]:
     except SlipstreamError as error:
         return {}, str(error)
     return found, ""
-
-
-def _latest_start(folder: RunPaths) -> Mapping[str, Any] | None:
-    """The latest start in `run.json`; None without a complete file."""
-    try:
-        starts = json.loads((folder.root / "run.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
 
 
 def _groups(folder: RunPaths) -> dict[int, list[str]]:
