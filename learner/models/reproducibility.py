@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from slipstream.configs.runtime.hardware import processor_name
 from slipstream.learner.parallel.mesh import World
 
 _PACKAGES = ("torch", "transformers", "numpy")
@@ -39,16 +39,9 @@ class Surroundings:
             ranks=ranks,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
-            cpu=f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+            cpu=f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
             versions={package: version(package) for package in _PACKAGES},
         )
-
-
-def _processor() -> str:
-    """Name of this machine's processor, empty where the kernel does not give it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "")
 
 
 @torch.no_grad()
