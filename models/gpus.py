@@ -35,13 +35,13 @@ def _nvml() -> Any:
     return library
 
 
-def _asked(call: str, *arguments: Any) -> Any:
+def _query(function: str, *arguments: Any) -> Any:
     """The answer of one of the library's functions; None where there is none, as for what a GPU does not support."""
     library = _nvml()
     if library is None:
         return None
     try:
-        return getattr(library, call)(*arguments)
+        return getattr(library, function)(*arguments)
     except library.NVMLError:
         return None
 
@@ -49,10 +49,10 @@ def _asked(call: str, *arguments: Any) -> Any:
 def visible_gpus() -> list[Gpu]:
     """GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES; no CUDA context is made for it."""
     found = []
-    for index in range(_asked("nvmlDeviceGetCount") or 0):
-        handle = _asked("nvmlDeviceGetHandleByIndex", index)
-        memory = _asked("nvmlDeviceGetMemoryInfo", handle)
-        uuid, name = _asked("nvmlDeviceGetUUID", handle), _asked("nvmlDeviceGetName", handle)
+    for index in range(_query("nvmlDeviceGetCount") or 0):
+        handle = _query("nvmlDeviceGetHandleByIndex", index)
+        memory = _query("nvmlDeviceGetMemoryInfo", handle)
+        uuid, name = _query("nvmlDeviceGetUUID", handle), _query("nvmlDeviceGetName", handle)
         found.append(Gpu(uuid or f"GPU-{index}", name or "", 0 if memory is None else int(memory.total)))
     return chosen_gpus(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -80,7 +80,7 @@ def chosen_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 def driver_version() -> str | None:
     """Version of the GPUs' driver; None without one."""
-    version: str | None = _asked("nvmlSystemGetDriverVersion")
+    version: str | None = _query("nvmlSystemGetDriverVersion")
     return version
 
 
@@ -89,7 +89,7 @@ class PowerMeter:
 
     def __init__(self, gpu_id: str) -> None:
         """`gpu_id`: its UUID; empty for a CPU, which has no readings."""
-        self._handle = _asked("nvmlDeviceGetHandleByUUID", gpu_id) if gpu_id else None
+        self._handle = _query("nvmlDeviceGetHandleByUUID", gpu_id) if gpu_id else None
         self._last: tuple[float, float] | None = self._reading()
 
     def mean_w(self) -> float | None:
@@ -99,7 +99,7 @@ class PowerMeter:
 
     def _reading(self) -> tuple[float, float] | None:
         """Time in seconds, and energy in millijoules since the driver was loaded (from Volta on)."""
-        energy = None if self._handle is None else _asked("nvmlDeviceGetTotalEnergyConsumption", self._handle)
+        energy = None if self._handle is None else _query("nvmlDeviceGetTotalEnergyConsumption", self._handle)
         return None if energy is None else (time.monotonic(), float(energy))
 
 

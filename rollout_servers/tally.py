@@ -73,8 +73,8 @@ class Tally:
         if tokens:
             self.unused[reason] += tokens
 
-    def lose(self, reason: str, *, but: int = 0) -> None:
-        """Counts all tokens except `but` of them as not used; those that were discarded before keep their reason."""
+    def lose(self, reason: str, *, kept: int = 0) -> None:
+        """Counts all tokens except `kept` of them as not used; those that were discarded before keep their reason."""
         in_flight = self.sampled - self._ended - sum(part.sampled for part in self._parts)
-        self.add(max(in_flight, but))
-        self.discard(reason, self.sampled - self.unused.total() - but)
+        self.add(max(in_flight, kept))
+        self.discard(reason, self.sampled - self.unused.total() - kept)

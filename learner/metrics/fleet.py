@@ -103,8 +103,8 @@ class FleetRecord:
             "update_s": server.update_s,
             "gpus": server.gpus,
         }
-        strange = {name for name, value in values.items() if isinstance(value, float) and not isfinite(value)}
-        return values | dict.fromkeys(strange)  # JSON lacks them
+        non_finite = {name for name, value in values.items() if isinstance(value, float) and not isfinite(value)}
+        return values | dict.fromkeys(non_finite)  # JSON lacks them
 
     def _note_changes(self, servers: dict[str, ServerStatus], step: int) -> None:
         for name, server in servers.items():

@@ -29,7 +29,7 @@ class Surroundings:
     threads: int
     """Threads of torch, on each rank."""
     cpu: str
-    """The processor, and the vector instructions that torch takes."""
+    """The processor, and the vector instructions that torch uses."""
     versions: dict[str, str]
     """Packages that do the arithmetic."""
 

@@ -241,7 +241,7 @@ class RestartingEngine:
                 raise
             except EngineError as error:
                 self._crashed(engine, str(error))
-                tally.lose(ENGINE_CRASH, but=_tokens(error.unfinished or ()))
+                tally.lose(ENGINE_CRASH, kept=_tokens(error.unfinished or ()))
                 raise
             except TimeoutError:
                 assert unusable.expired(), "engines answer at the deadline, without this error"
