@@ -102,8 +102,9 @@ class MadeRun:
             time_s=time.time(), step=0, checksum=replayer.train_step.checksum(),
             config=config.model_dump(mode="json"), surroundings=Surroundings.here(ranks=1, device=world.device),
         )  # fmt: skip
-        StepRecords(config.paths.steps).append(start)
         async with connect_async(config.redis) as client:
+            records = StepRecords(config.paths.steps)
+            records.append(start)
             ledger = Ledger(client, config)
             await ledger.identify({**config_identity(config), "train_tasks": str(size)})
             await ledger.join(SERVER, "first")
@@ -129,12 +130,13 @@ class MadeRun:
                     unpublished_steps=0, lr_scale=1.0, kl_coefficient=None, checksum="",
                 )  # fmt: skip
                 metrics, checksum = replayer.run(record, [groups[name] for name in lease.ids])
-                StepRecords(config.paths.steps).append(replace(record, checksum=checksum))
+                records.append(replace(record, checksum=checksum))
                 with config.paths.metrics.open("a") as file:
                     finite = {key: value if np.isfinite(value) else None for key, value in metrics.items()}
                     file.write(json.dumps({"kind": "step", "time_s": float(step), "step": step, **finite}) + "\n")
                 await ledger.train(step - 1)
                 await ledger.publish(version + 1, evaluate=False)
+            records.close()
 
     def _groups(self, tasks: Sequence[IssuedTask], model: nn.Module, env: Digits, version: int) -> list[m.Group]:
         """A group of answers to each task by the present weights."""
