@@ -161,7 +161,7 @@ def _measure(folder: Path) -> None:
     before = _resident_bytes("VmRSS")
     train_step = build_train_step(config, Path(case.model), world)
     cost = SequenceCost.of_model(Path(case.model))
-    data = [step_data(lengths, case, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
+    data = [step_data(lengths, config, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
     train_step.run(data[0], unpublished_steps=0)
     _reset_peak(world.device)
     durations_s, figures = [], dict[str, float]()
@@ -185,15 +185,19 @@ def _measure(folder: Path) -> None:
     leave_world()
 
 
-def step_data(lengths: Sequence[int], case: Case, cost: SequenceCost, world: World) -> StepData:
+def step_data(lengths: Sequence[int], config: RunConfig, cost: SequenceCost, world: World) -> StepData:
     """This rank's sequences, shared out as the feed does."""
     rng = np.random.default_rng(0)
-    vocabulary = json.loads((Path(case.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    learner, model = config.learner, config.model.path
+    assert model is not None, "a case has a model"
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     groups = [_group(rng.integers(4, vocabulary, length), number) for number, length in enumerate(lengths)]
-    shares, plan = balance_groups([[length - 1] for length in lengths], world.size, budget=case.token_budget, cost=cost)
+    shares, plan = balance_groups(
+        [[length - 1] for length in lengths], world.size, budget=learner.token_budget, cost=cost
+    )
     return build_step(
         [[(groups[index], 1.0) for index in shares[world.rank]]],
-        token_budget=case.token_budget,
+        learner=learner,
         rewards=[],
         step=1,
         consuming_version=0,

@@ -250,7 +250,7 @@ class BufferService:
                 await self._through_outages(self._keeper.keep())
             await self._through_outages(self._learner.answer(request.peer, request.message))
             if isinstance(request.message, m.LearnerHello):
-                self._keeper.undo(request.message.step)
+                await self._keeper.undo(request.message.step)
             if isinstance(request.message, m.Trained):
                 self._may_spill.set()
             self._wake()

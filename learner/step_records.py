@@ -1,7 +1,7 @@
 """Records of training steps, `steps.jsonl`: what a replay needs to know besides groups and checkpoint."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.buffer.store.types import LeasedGroups
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.metrics.trackers import append_record
+from slipstream.learner.metrics.trackers import LineFile
 from slipstream.learner.models.reproducibility import Surroundings
 
 log = get_log("learner.records")
@@ -76,18 +76,27 @@ class StepRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: LineFile | None = None
         self._is_broken = False
 
     def append(self, record: StartRecord | StepRecord) -> None:
         """Appends a record."""
         if self._is_broken:
             return
-        kind = START if isinstance(record, StartRecord) else STEP
+        content = {"kind": START if isinstance(record, StartRecord) else STEP, **msgspec.to_builtins(record)}
         try:
-            append_record(self._path, {"kind": kind, **asdict(record)})
+            if self._file is None:
+                self._file = LineFile(self._path)
+            # Infinity included, as Python reads it: options of plug-ins may have it.
+            self._file.append(json.dumps(content))
         except OSError as error:
             self._is_broken = True
             log.warning("steps are no longer recorded", file=str(self._path), error=str(error))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def read_step_records(path: Path) -> dict[int, RecordedStep]:

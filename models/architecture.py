@@ -10,6 +10,7 @@ from slipstream.configs.runtime.errors import ConfigError
 VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images are played and trained on."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN: Final = ("num_experts_per_tok", "top_k_experts")
 _PLACEHOLDERS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -63,6 +64,11 @@ def placeholder_tokens(model: Path | Mapping[str, Any]) -> tuple[int, ...]:
 def expert_count(text: Any) -> int:
     """Number of a layer's experts, of the text part of a transformers config; 0 without any."""
     return next((count for name in _EXPERTS if (count := getattr(text, name, None))), 0)
+
+
+def experts_per_token(text: Any) -> int:
+    """Number of experts that a token is sent to, as above; 0 without any, and for a family with another name for it."""
+    return next((count for name in _EXPERTS_PER_TOKEN if (count := getattr(text, name, None))), 0)
 
 
 def router_sizes(module: Any) -> tuple[int, int] | None:

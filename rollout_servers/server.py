@@ -204,7 +204,8 @@ class RolloutServer:
 
     def readings(self) -> Iterator[Reading]:
         """Metrics for Prometheus."""
-        status = msgspec.structs.asdict(self._credits().status)
+        # Not `_credits`: Prometheus is answered in a thread, and the tallies change while that counts their tokens.
+        status = msgspec.structs.asdict(self._status())
         for key, (name, meaning, counts) in METRICS.items():
             if status.get(key) is not None:
                 yield Reading(f"server_{name}", meaning, status[key], counts=counts)
@@ -399,8 +400,12 @@ class RolloutServer:
     def _credits(self) -> m.Credits:
         # While the engine restarts, groups would only wait here: other servers can play them.
         capacity = self._limiter.limit if self._engine.ready and not self.is_leaving else 0
+        tickets = self._tickets
+        return m.Credits(capacity=capacity, status=self._status(), held=tickets.held, sampled=tickets.sampled)
+
+    def _status(self) -> m.ServerStatus:
         pressure = self._pressure if self._engine.ready else None
-        status = m.ServerStatus(
+        return m.ServerStatus(
             server=self._name,
             version=self._engine.version,
             tokens_generated=self._activity.tokens,
@@ -416,8 +421,6 @@ class RolloutServer:
             update_s=self._follower.update_s,
             gpus=self._gpus,
         )
-        tickets = self._tickets
-        return m.Credits(capacity=capacity, status=status, held=tickets.held, sampled=tickets.sampled)
 
     async def _send(self, frames: Sequence[bytes]) -> None:
         deadline_s = self._config.buffer.reply_deadline_s

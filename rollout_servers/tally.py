@@ -74,7 +74,7 @@ class Tally:
             self.unused[reason] += tokens
 
     def lose(self, reason: str, *, but: int = 0) -> None:
-        """Counts all tokens but so many as not used; those that were discarded before keep their reason."""
+        """Counts all tokens except `but` of them as not used; those that were discarded before keep their reason."""
         in_flight = self.sampled - self._ended - sum(part.sampled for part in self._parts)
         self.add(max(in_flight, but))
         self.discard(reason, self.sampled - self.unused.total() - but)

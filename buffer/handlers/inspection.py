@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.buffer.policies.filters import EpisodeFacts, Verdict, apply_filters, draws, group_outcome
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.policies.statistics import histogram, tally, task_scores
-from slipstream.buffer.store.types import NOWHERE, DeliveredGroup, EvalSlice, Facts, Origin
+from slipstream.buffer.store.types import UNKNOWN_ORIGIN, DeliveredGroup, EvalSlice, Facts, Origin
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
 from slipstream.buffer.wire.messages import (
     CUT_OFF,
@@ -84,7 +84,7 @@ class Inspector:
         filters = [chosen for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)]
         self._needed_scores = trained | {chosen.score for chosen in filters if chosen.score}
 
-    def inspect(self, group_id: str, blob: bytes | memoryview, origin: Origin = NOWHERE) -> Inspected:
+    def inspect(self, group_id: str, blob: bytes | memoryview, origin: Origin = UNKNOWN_ORIGIN) -> Inspected:
         """The result for what was delivered under `group_id`."""
         try:
             group = check_group(group_id, blob, self._config.rollout, eval_samples=self._config.eval.samples)
@@ -99,7 +99,9 @@ class Inspector:
         result = self.admit(group, blob, origin)
         return Inspected(group_id, result, origin, largest_token(group), epoch=group.epoch, task=group.indices[0])
 
-    def admit(self, group: Group, blob: bytes | memoryview, origin: Origin = NOWHERE) -> DeliveredGroup | Dropped:
+    def admit(
+        self, group: Group, blob: bytes | memoryview, origin: Origin = UNKNOWN_ORIGIN
+    ) -> DeliveredGroup | Dropped:
         """The group as it will be stored, unless it is dropped. Deterministic: a repeated one has the same result.
 
         Args:

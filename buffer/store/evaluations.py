@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.statistics import estimates
 from slipstream.buffer.store.redis import Scripts
-from slipstream.buffer.store.types import NOWHERE, EvalSlice, Origin, of_kind
+from slipstream.buffer.store.types import UNKNOWN_ORIGIN, EvalSlice, Origin, of_kind
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.configs.schema.run import EvalConfig
 
@@ -54,7 +54,7 @@ class Evaluations:
         failures: Mapping[str, int],
         tallies: Mapping[str, tuple[float, float]],
         blob: bytes | memoryview,
-        origin: Origin = NOWHERE,
+        origin: Origin = UNKNOWN_ORIGIN,
         tokens: int = 0,
         lost: Mapping[str, int] | None = None,
     ) -> str:
@@ -88,7 +88,7 @@ class Evaluations:
         *,
         reason: str,
         ignored_failures: int = 0,
-        origin: Origin = NOWHERE,
+        origin: Origin = UNKNOWN_ORIGIN,
         lost: Mapping[str, int] | None = None,
     ) -> str:
         """Records a failed slice; after `ignored_failures` of them it is granted again, at most EVAL_RETRIES times.

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count, takewhile
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,10 @@ class Keeper:
         self._failing = False
         self._lock = asyncio.Lock()
 
-    def undo(self, step: int) -> None:
+    async def undo(self, step: int) -> None:
         """A learner starts after `step` steps: later ones are written again."""
-        self._next = min(self._next, step)
+        async with self._lock:  # what is written now counts as kept afterwards
+            self._next = min(self._next, step)
 
     async def keep(self) -> None:
         """Writes the steps that were trained since, and removes those beyond the limit.
@@ -157,7 +159,8 @@ class Keeper:
                 self._write_failed(error)
                 return
             self._next = steps[-1] + 1
-        await asyncio.to_thread(self._remove_before, done - self._most_steps + 1)
+        if isfinite(self._most_steps):
+            await asyncio.to_thread(self._remove_before, done - int(self._most_steps) + 1)
 
     async def _groups(self, first: int, end: int) -> dict[int, list[str]]:
         """Ids of the groups that the steps from `first` (0-based) to before `end` were trained on, by step."""
@@ -235,7 +238,7 @@ class Keeper:
             blobs |= {record.id: record.blob for record in found if record is not None and record.blob is not None}
         return blobs
 
-    def _remove_before(self, step: float) -> None:
+    def _remove_before(self, step: int) -> None:
         """Removes the files of steps before this one."""
         for old in self.folder.steps():
             if old < step:

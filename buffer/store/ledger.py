@@ -14,8 +14,8 @@ from slipstream.buffer.store.evaluations import Evaluations
 from slipstream.buffer.store.redis import Scripts, portions, set_all
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
-    NOWHERE,
     SPILL_BYTES,
+    UNKNOWN_ORIGIN,
     DeliveredGroup,
     Facts,
     IssuedTask,
@@ -150,7 +150,7 @@ class Ledger:
         return outcomes
 
     async def filter(
-        self, group_id: str, *, reason: str, facts: Facts, origin: Origin = NOWHERE, ignored_failures: int = 0
+        self, group_id: str, *, reason: str, facts: Facts, origin: Origin = UNKNOWN_ORIGIN, ignored_failures: int = 0
     ) -> str:
         """issued → filtered(reason), at the failure after the first `ignored_failures`; returns the outcome."""
         outcome = await self.scripts.call(

@@ -63,7 +63,7 @@ class Origin:
     """Tokens that the server's engine sampled for it, all of them."""
 
 
-NOWHERE = Origin()
+UNKNOWN_ORIGIN = Origin()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class DeliveredGroup:
     """Among its action tokens, as the oldest."""
     order: Order
     facts: Facts = field(default_factory=Facts)
-    origin: Origin = NOWHERE
+    origin: Origin = UNKNOWN_ORIGIN
 
     def script_arguments(self) -> dict[str, Any]:
         """The group as `deliver.lua` takes it, without its bytes."""

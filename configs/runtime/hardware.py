@@ -1,6 +1,7 @@
-"""The precision in which this machine computes fastest."""
+"""This machine's processor, and the precision in which it computes fastest."""
 
 import os
+import platform
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,12 @@ def fastest_dtype() -> Dtype:
     return "bfloat16" if _sees_gpu() or _has_matrix_unit() else "float32"
 
 
+def processor_name() -> str:
+    """Model of the processor; its architecture where the kernel does not give one."""
+    names = (line.partition(":")[2].strip() for line in _processor_lines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def _sees_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _NO_GPU:
         return False
@@ -25,7 +32,11 @@ def _sees_gpu() -> bool:
 
 
 def _has_matrix_unit() -> bool:
+    return any(_MATRIX_UNIT in line.split() for line in _processor_lines())
+
+
+def _processor_lines() -> list[str]:
     try:
-        return _MATRIX_UNIT in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # another system than Linux
-        return False
+        return []

@@ -14,7 +14,9 @@ LEARNERS_SECRETS: Final = (
 
 _URL_CREDENTIALS = re.compile(r"(://)\S*@")
 _BARE_CREDENTIALS = re.compile(r"[^\s'\"=:]*:(?!//)\S*@")
-_PASSWORD_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
+_PASSWORD_KEY = re.compile(
+    r"((?:passw(?:or)?d|secret|(?:api|access|auth)[_-]?(?:key|token))\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE
+)
 
 
 def redis_password() -> str | None:

@@ -336,7 +336,7 @@ class _Collector:
         try:
             with urllib.request.urlopen(request, timeout=EXPORT_S) as answer:
                 answer.read()
-        except HTTPException as error:  # no valid answer
+        except (HTTPException, ValueError) as error:  # no valid answer, or a header that can't be sent
             raise OSError(f"{type(error).__name__}: {error}") from error
 
 

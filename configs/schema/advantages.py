@@ -21,6 +21,8 @@ class AdvantageSection(NamedSection):
     """True for advantages that compare the answers of a group, so that it needs two."""
     needs_collision: ClassVar[bool] = False
     """True for advantages that read `logprobs_BT` and `collision_BT`."""
+    needs_turns: ClassVar[bool] = False
+    """True for advantages that read `turn_BT` and `state_BT`."""
 
 
 class GrpoConfig(AdvantageSection):
@@ -146,6 +148,7 @@ class GigpoConfig(AdvantageSection):
 
     target: ClassVar[str] = _GROUP + "gigpo"
     group_relative: ClassVar[bool] = True
+    needs_turns: ClassVar[bool] = True
     name: Literal["gigpo"]
     gamma: float = Field(default=0.95, gt=0, le=1)
     """Discount per turn."""
@@ -178,6 +181,7 @@ class AdvantagePlugin(PluginSection, AdvantageSection):
     """Advantages of the user's own: `(AdvantageInputs, **options) -> [B, T]`, see learner/algorithms/advantages."""
 
     registry: ClassVar[Registry] = ADVANTAGES
+    needs_turns: ClassVar[bool] = True  # it may read them
 
 
 if TYPE_CHECKING:

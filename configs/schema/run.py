@@ -217,10 +217,12 @@ def _listen_address(value: Any) -> Any:
 
 
 def _trace_target(value: str | None) -> str | None:
-    """Raises: ValueError for what is neither `file` nor an address."""
+    """Raises: ValueError for what is neither `file` nor an address, and for an address with a password."""
     if value in (None, "file"):
         return value
     address = urlsplit(value)
+    if address.username or address.password:  # it would be in logs and in the run folder
+        raise ValueError("an address with a user or password; give keys by OTEL_EXPORTER_OTLP_HEADERS instead")
     if address.scheme not in ("http", "https") or not address.hostname or address.port == 0:
         raise ValueError(f"{value!r} is neither `file` nor an address such as http://localhost:4318")
     return value

@@ -97,8 +97,8 @@ class StepPreparer:
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
-            turn_BT=rows.by_episode(rows.turn_BT),
-            state_BT=rows.by_episode(rows.state_BT),
+            turn_BT=None if rows.turn_BT is None else rows.by_episode(rows.turn_BT),
+            state_BT=None if rows.state_BT is None else rows.by_episode(rows.state_BT),
             total=self._total,
         )
         if self.learner.length_penalty is not None:

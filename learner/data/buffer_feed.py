@@ -106,7 +106,7 @@ def balance_step(
 def build_step(
     assigned: Sequence[Sequence[tuple[Group, float]]],
     *,
-    token_budget: int,
+    learner: LearnerConfig,
     rewards: Sequence[RewardConfig],
     step: int,
     consuming_version: int,
@@ -118,7 +118,6 @@ def build_step(
 
     Args:
         assigned: groups of each update with their importance weights.
-        token_budget: maximal input tokens of a micro-batch.
         staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
         plans: of each update's micro-batches, where several ranks train in step.
@@ -130,11 +129,13 @@ def build_step(
         sequences = [
             token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories), plan=plan))
+        updates.append(pack(sequences, token_budget=learner.token_budget, first_row=len(all_trajectories), plan=plan))
         all_trajectories += trajectories
         sources += [source for group, _ in groups for source in sources_of(group, samples=1)]
     rows = build_rows(
-        [group for groups in assigned for group in groups], terms=[reward.name for reward in rewards if reward.weight]
+        [group for groups in assigned for group in groups],
+        terms=[reward.name for reward in rewards if reward.weight],
+        turns=learner.advantage.needs_turns,
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
@@ -229,7 +230,7 @@ class Feed:
             groups |= self._read(step, lease, [index for index in chain.from_iterable(assigned) if index not in groups])
         data = build_step(
             [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
-            token_budget=learner.token_budget,
+            learner=learner,
             rewards=self._config.rewards,
             step=step,
             consuming_version=consuming_version,

@@ -32,9 +32,9 @@ class ActionBatch(Movable):
     """Policy version of each action; -1 where it is unknown, and where there is no action."""
     rewards_BT: Tensor
     """Rewards of single turns at their last actions; the rest of an episode's reward at its last action."""
-    turn_BT: Tensor
-    """Index of each action's turn within its episode. A turn is a run of actions without context between them."""
-    state_BT: Tensor
+    turn_BT: Tensor | None
+    """Index of each action's turn within its episode, if wanted. A turn is a run of actions without context between."""
+    state_BT: Tensor | None
     """Hash of the tokens before each action's turn, from the turn before it, or the trajectory's start; no images."""
     importance_weights_B: Tensor
     """Weight of the row in the losses of policy and critic: that of its group."""
@@ -73,11 +73,12 @@ class ActionBatch(Movable):
         return values_EL.new_zeros(self.mask_BT.shape).index_put((row_A, column_A), values_A)
 
 
-def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -> ActionBatch:
+def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str], turns: bool = False) -> ActionBatch:
     """The rows of some groups, each with its importance weight.
 
     Args:
         terms: names of the reward terms that are trained on.
+        turns: with turns and their states.
     """
     trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
     sizes = torch.tensor([len(group.trajectories) for group, _ in groups])
@@ -97,7 +98,7 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
     # The trajectories of an episode share reward and scores.
     of_episode = [trajectories[first] for first in np.unique(episode, return_index=True)[1]]
     logprobs = np.frombuffer(b"".join(t.behaviour_logprobs for t in trajectories), dtype=LOGPROB_DTYPE)
-    turn, state = _turns(trajectories, episode, actions)
+    turn_and_state = _turns(trajectories, episode, actions) if turns else None
     group_E = torch.tensor([group for group, _ in numbers], dtype=torch.long)
     greedy = [group.greedy_reward for group, _ in groups]
     return ActionBatch(
@@ -105,8 +106,8 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
         behaviour_logprobs_BT=padded(logprobs[actions].astype(np.float32), 0),
         versions_BT=padded(_versions(trajectories)[actions], -1),
         rewards_BT=padded(_rewards(trajectories, episode, actions), 0),
-        turn_BT=padded(turn, 0),
-        state_BT=padded(state, 0),
+        turn_BT=None if turn_and_state is None else padded(turn_and_state[0], 0),
+        state_BT=None if turn_and_state is None else padded(turn_and_state[1], 0),
         importance_weights_B=torch.tensor([weight for _, weight in groups]).float().repeat_interleave(sizes),
         episode_B=torch.from_numpy(episode),
         offset_B=torch.from_numpy(offset),

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,7 +17,7 @@ EventKind = Literal["restart", "server_joined", "server_lost", "engine_death", "
 KIND: Final = "event_kind"
 """Field of a log line whose event is not a `warning`."""
 MOST_ALIKE: Final = 200
-"""Most events of one kind and text, since a start."""
+"""Most events of one kind and text, or of one place in another package, since a start."""
 _OF_THE_LINE: Final = frozenset({"event", "level", "timestamp", "step", KIND})
 
 
@@ -44,9 +45,30 @@ class EventLog(logging.Handler):
             step: steps done; None: the latest.
             fields: details.
         """
-        self._counts[kind, text] += 1
-        if self._is_broken or self._counts[kind, text] > MOST_ALIKE:
+        self._append(kind, text, step, fields, alike=text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Appends a line of the log."""
+        if not isinstance(record.msg, dict):  # of another package, whose texts may all differ
+            try:
+                text = record.getMessage()
+            except (TypeError, ValueError, KeyError):  # its arguments don't fit its text
+                self.handleError(record)
+                return
+            self._append("warning", text, None, {}, alike=f"{record.pathname}:{record.lineno}")
             return
+        text = str(record.msg.get("event", ""))
+        fields = {name: _plain(value) for name, value in record.msg.items() if name not in _OF_THE_LINE}
+        self._append(record.msg.get(KIND, "warning"), text, record.msg.get("step"), fields, alike=text)
+
+    def _append(self, kind: EventKind, text: str, step: int | None, fields: Mapping[str, Any], *, alike: str) -> None:
+        """Appends an event, unless there were MOST_ALIKE of its kind and `alike` before."""
+        with self._writing:
+            self._counts[kind, alike] += 1
+            count = self._counts[kind, alike]
+        if self._is_broken or count > MOST_ALIKE:
+            return
+        last = {"further_ones": "not kept"} if count == MOST_ALIKE else {}
         event = {
             "time_s": time.monotonic() - self._started,
             "at": time.time(),
@@ -56,19 +78,10 @@ class EventLog(logging.Handler):
         }
         try:
             with self._writing:
-                append_record(self._path, {**fields, **event})
+                append_record(self._path, {**fields, **event, **last})
         except OSError as error:
             self._is_broken = True  # first: the warning comes here too
             log.warning("events are no longer kept", file=str(self._path), error=str(error))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Appends a line of the log."""
-        if not isinstance(record.msg, dict):  # of another package
-            self.add("warning", record.getMessage())
-            return
-        fields = {name: _plain(value) for name, value in record.msg.items() if name not in _OF_THE_LINE}
-        step = record.msg.get("step")
-        self.add(record.msg.get(KIND, "warning"), str(record.msg.get("event", "")), step=step, **fields)
 
 
 def _plain(value: object) -> object:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipstream.configs.runtime.files import write_atomically
+from slipstream.configs.runtime.hardware import processor_name
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.passwords import redact
 from slipstream.models.gpus import driver_version, visible_gpus
@@ -72,7 +73,7 @@ def this_start() -> dict[str, Any]:
         "machine": {
             "host": platform.node(),
             "system": platform.platform(),
-            "cpu": _cpu_name(),
+            "cpu": processor_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes, "id": gpu.id} for gpu in visible_gpus()],
@@ -109,13 +110,3 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     # --no-optional-locks: another git command may be at work there.
     changes = git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else bool(changes)}
-
-
-def _cpu_name() -> str:
-    """Model of the processor; its architecture where the kernel does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -206,25 +206,21 @@ class BackgroundTracker:
         return True
 
 
-class JsonlTracker:
-    """Appends one JSON object per record to a file, whole or not at all. A moved or deleted file is created again."""
+class LineFile:
+    """A file of lines, each appended whole or not at all. A moved or deleted file is created again."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the file's folder if needed; a resumed run appends."""
+        """Creates the file's folder if needed; a resumed run appends. Raises: OSError."""
         self._path = path
         self._file = _open_for_append(path)
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Appends the record; NaN and infinity, which JSON lacks, become null. Raises: OSError."""
+    def append(self, content: str) -> None:
+        """Appends a line. Raises: OSError."""
         if not _is_at(self._path, self._file.fileno()):
             self._file.close()
             self._file = _open_for_append(self._path)
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
         size = os.fstat(self._file.fileno()).st_size
-        line = memoryview(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        line = memoryview(content.encode() + b"\n")
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -233,12 +229,24 @@ class JsonlTracker:
                 self._file.truncate(size)
             raise
 
-    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
-        """Nothing: the run folder has samples of its own."""
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+class JsonlTracker(LineFile):
+    """Appends one JSON object per record to a file."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Appends the record; NaN and infinity, which JSON lacks, become null. Raises: OSError."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self.append(json.dumps(finite, allow_nan=False))
+
+    def add_rows(self, table: str, rows: Callable[[], Sequence[Row]]) -> None:
+        """Nothing: the run folder has samples of its own."""
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.learner.models.footprint import EXPERT_DIMENSIONS
 from slipstream.learner.models.layers import decoder_of
-from slipstream.models.architecture import expert_count
+from slipstream.models.architecture import expert_count, experts_per_token
 
 MATRIX_DIMENSIONS: Final = 2
 
@@ -85,7 +85,7 @@ class ModelFlops:
         """The same of a model with another head, such as a critic's. `model` has the transformers config."""
         text = model.config.get_text_config(decoder=True)
         experts = expert_count(text)
-        share = text.num_experts_per_tok / experts if experts else 0.0
+        share = experts_per_token(text) / experts if experts else 0.0
         trained = frozen = 0.0
         for parameter in layers.parameters():
             used = parameter.numel() * _used_share(tuple(parameter.shape), experts, share)
@@ -95,7 +95,7 @@ class ModelFlops:
             frozen_weights=frozen,
             head_weights=float(head.numel()),
             head_is_trained=head.requires_grad,
-            pair_operations=2.0 * text.num_attention_heads * sum(_head_sizes(text)),
+            pair_operations=2.0 * sum(_head_sizes(text)),
             windows=_windows(text),
         )
 
@@ -120,11 +120,12 @@ def _used_share(shape: tuple[int, ...], experts: int, share: float) -> float:
 
 
 def _head_sizes(text: Any) -> tuple[int, int]:
-    """Elements of a query or key, and of a value, in a head."""
+    """Elements of a query or key, and of a value, in all heads; 0 without attention."""
+    heads = getattr(text, "num_attention_heads", None) or 0
     if getattr(text, "kv_lora_rank", None):  # latent attention
-        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return size, size
+        return heads * (text.qk_nope_head_dim + text.qk_rope_head_dim), heads * text.v_head_dim
+    size = getattr(text, "head_dim", None)
+    return (heads * size,) * 2 if size else (text.hidden_size if heads else 0,) * 2
 
 
 def _windows(text: Any) -> Mapping[int | None, int]:

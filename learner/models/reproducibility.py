@@ -3,19 +3,20 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from slipstream.configs.runtime.hardware import processor_name
 from slipstream.learner.parallel.mesh import World
 
 _PACKAGES = ("torch", "transformers", "numpy")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of the size of an element, in bytes."""
-_CHUNK = 1 << 22
-"""Elements that are widened at once, to 32 MB."""
+_CHUNK = {"cuda": 1 << 22, "cpu": 1 << 15}
+"""Elements that are widened at once: to 32 MB on a GPU; on a CPU to what a core's cache holds, as for more torch would
+wake other threads, which takes longer than the work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,9 @@ class Surroundings:
             ranks=ranks,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
-            cpu=f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+            cpu=f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
             versions={package: version(package) for package in _PACKAGES},
         )
-
-
-def _processor() -> str:
-    """Name of this machine's processor, empty where the kernel does not give it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "")
 
 
 @torch.no_grad()
@@ -66,9 +60,8 @@ def weights_checksum(models: Iterable[nn.Module], world: World) -> str:
         if parameter.requires_grad
     )
     total = torch.zeros((), dtype=torch.int64, device=world.device)
-    for bits in _portions(
-        shard.contiguous().view(-1).view(_BITS[shard.element_size()]) for shard in own if shard is not None
-    ):
+    vectors = (shard.contiguous().view(-1).view(_BITS[shard.element_size()]) for shard in own if shard is not None)
+    for bits in _portions(vectors, most=_CHUNK[world.device.type]):
         wide = bits.to(torch.int64, copy=True)
         total += wide.mul_(wide).sum().to(world.device)
     return f"{int(world.sum_of_all(total)) & (1 << 64) - 1:016x}"
@@ -84,15 +77,15 @@ def _own_shard(parameter: Tensor, world: World) -> Tensor | None:
     return parameter.to_local()
 
 
-def _portions(vectors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The vectors in portions of at most `_CHUNK` elements: small ones together, because each call has its price."""
+def _portions(vectors: Iterable[Tensor], *, most: int) -> Iterator[Tensor]:
+    """The vectors in portions of at most so many elements: small ones together, because each call has its price."""
     small: list[Tensor] = []
     size = 0
     for vector in vectors:
-        if vector.numel() >= _CHUNK:
-            yield from vector.split(_CHUNK)
+        if vector.numel() >= most:
+            yield from vector.split(most)
             continue
-        if size + vector.numel() > _CHUNK:
+        if size + vector.numel() > most:
             yield torch.cat(small)
             small, size = [], 0
         small.append(vector)

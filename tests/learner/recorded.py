@@ -132,7 +132,7 @@ def recorded_step(
         plans = [plan for _, plan in shares]
     return build_step(
         [[(groups[number], 1.0) for number in share] for share in assigned],
-        token_budget=learner.token_budget,
+        learner=learner,
         rewards=config.rewards,
         step=step,
         consuming_version=step,

@@ -12,7 +12,8 @@ HERE = Surroundings(ranks=1, device="cpu", threads=1, cpu="", versions={})
 
 
 def start(step: int) -> StartRecord:
-    return StartRecord(time_s=0.0, step=step, checksum="", config={"run": {}}, surroundings=HERE)
+    config = {"run": {}, "env": {"options": {"most": float("inf")}}}
+    return StartRecord(time_s=0.0, step=step, checksum="", config=config, surroundings=HERE)
 
 
 def record(step: int, *, group: str = "1") -> StepRecord:
@@ -22,10 +23,16 @@ def record(step: int, *, group: str = "1") -> StepRecord:
     )  # fmt: skip
 
 
+def append(path: Path, *records: StartRecord | StepRecord) -> None:
+    file = StepRecords(path)
+    for each in records:
+        file.append(each)
+    file.close()
+
+
 def test_steps_of_the_latest_start_count(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    for each in (start(0), record(1), record(2), record(3), start(1), record(2, group="7")):
-        StepRecords(path).append(each)
+    append(path, start(0), record(1), record(2), record(3), start(1), record(2, group="7"))
     steps = read_step_records(path)
     assert {step: known.record.groups for step, known in steps.items()} == {1: ["1"], 2: ["7"]}
     assert (steps[1].start, steps[2].start) == (start(0), start(1))
@@ -36,11 +43,10 @@ def test_steps_of_the_latest_start_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b'{"kind": "step", "st', b"\xff", b'{"kind": "step"}\n', b"3\n", b"{}\n"])
 def test_incomplete_lines_are_skipped(torn: bytes, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    StepRecords(path).append(start(0))
-    StepRecords(path).append(record(1))
+    append(path, start(0), record(1))
     path.write_bytes(path.read_bytes() + torn)
     assert read_step_records(path).keys() == {1}
-    StepRecords(path).append(record(2))
+    append(path, record(2))
     assert read_step_records(path).keys() == {1, 2}
 
 

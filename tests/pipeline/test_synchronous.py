@@ -61,7 +61,7 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
         assigned = [[(groups[index], 1.0) for index in update] for update in updates]
         data = build_step(
             assigned,
-            token_budget=config.learner.token_budget,
+            learner=config.learner,
             rewards=config.rewards,
             step=step,
             consuming_version=step,

@@ -1,4 +1,4 @@
--- The account of generated tokens (counts.lua), in one look. Those of groups that are ready, leased or in flight are summed
+-- The account of generated tokens (counts.lua) at one moment. Those of groups that are ready, leased or in flight are summed
 -- up here, the others were counted by the transitions.
 -- Returns {rows, groups that differ}: of each row {name, counters as name, value, ..., ready, leased, in flight}; of each of
 -- these groups its id and <row>:<difference>, ...

@@ -134,7 +134,6 @@ local function write_off(server, reason)
       redis.call('HSET', name, found[i], row .. ':' .. tokens .. ':' .. reason)
     end
   end
-  redis.call('EXPIRE', name, UNSETTLED_KEPT_S)
 end
 
 -- Forgets an unsettled ticket that its server does not hold: Redis has lost how that ended.

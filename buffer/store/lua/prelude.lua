@@ -395,9 +395,11 @@ local function reissue_all(server, why, reason)
   return tickets, #slices
 end
 
--- Reissues everything a server holds and removes the server.
+-- Reissues everything a server holds and removes the server. It may return with its tickets (join.lua), so what is known of
+-- these is kept for a while.
 local function remove_server(server, why, reason)
   redis.call('ZREM', key('heard'), server)
   redis.call('HDEL', key('incarnations'), server)
+  redis.call('EXPIRE', key('unsettled:' .. server), UNSETTLED_KEPT_S)
   return reissue_all(server, why, reason)
 end

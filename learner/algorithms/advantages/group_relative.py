@@ -1,6 +1,6 @@
 """Advantages of episodes relative to their group; all actions of an episode, or of its turn, share their advantage.
 
-# B episodes, T actions, K reward terms, U turns of the longest episode, N turns of all episodes
+# B episodes, T actions, K reward terms, U = T turns, of which an episode has fewer, N turns of all episodes
 """
 
 from dataclasses import replace
@@ -146,11 +146,10 @@ def gigpo(
     turn_BT, state_BT = required(inputs.turn_BT, "turn_BT"), required(inputs.state_BT, "state_BT")
     row_A, column_A = inputs.mask_BT.nonzero(as_tuple=True)
     turn_A = turn_BT[row_A, column_A]
-    shape = len(turn_BT), int(turn_BT.max()) + 1
-    rewards_BU = inputs.rewards_BT.new_zeros(shape).index_put(
+    rewards_BU = torch.zeros_like(inputs.rewards_BT).index_put(
         (row_A, turn_A), inputs.rewards_BT[row_A, column_A], accumulate=True
     )
-    states_BU = state_BT.new_zeros(shape).index_put((row_A, turn_A), state_BT[row_A, column_A])
+    states_BU = torch.zeros_like(state_BT).index_put((row_A, turn_A), state_BT[row_A, column_A])
     row_N, turn_N = torch.stack([row_A, turn_A]).unique(dim=1)
     keys_N2 = torch.stack([inputs.groups.index_B[row_N], states_BU[row_N, turn_N]], dim=1)
     distinct, state_N = keys_N2.unique(dim=0, return_inverse=True)

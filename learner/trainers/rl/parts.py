@@ -31,6 +31,7 @@ from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_
 from slipstream.learner.models.lora import has_adapters
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.step_records import StepRecords
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.weights.publisher import WeightPublisher
@@ -54,6 +55,7 @@ class RootServices:
     publisher: WeightPublisher
     reporter: RLReporter
     samples: SampleStore
+    records: StepRecords
 
 
 def build_feed(
@@ -241,4 +243,6 @@ def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) 
         records=RunRecords(build_efficiency(config, setup.world, gpus), events, fleet),
     )
     samples = SampleStore(config.paths.samples, env=config.env.name, trackers=trackers, model=setup.initial_model)
-    return RootServices(buffer, publisher, reporter, samples)
+    records = StepRecords(config.paths.steps)
+    setup.cleanup.callback(records.close)
+    return RootServices(buffer, publisher, reporter, samples, records)

@@ -131,7 +131,7 @@ class Replayer:
                 for indices, used in zip(assigned, done, strict=True)
                 if used
             ],
-            token_budget=learner.token_budget,
+            learner=learner,
             rewards=self.config.rewards,
             step=record.step - 1,
             consuming_version=record.consuming_version,

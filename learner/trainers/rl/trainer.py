@@ -23,7 +23,7 @@ from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.samples import SampleStore, choose, sources_of
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.models.reproducibility import Surroundings
-from slipstream.learner.step_records import StartRecord, StepRecord, StepRecords
+from slipstream.learner.step_records import StartRecord, StepRecord
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import Trainer
 from slipstream.learner.trainers.rl.evaluation import await_reports, engine_mismatch
@@ -86,7 +86,6 @@ class RLTrainer(Trainer[StepData]):
     evaluation_due: bool = False
     undo_steps: bool = False
     """Undo steps that a checkpoint of the run contains, but not the one that was loaded."""
-    _records: StepRecords = field(init=False)
     _no_members: LogInterval = field(default_factory=lambda: LogInterval(NO_MEMBERS_WARNING_S))
 
     @classmethod
@@ -145,7 +144,6 @@ class RLTrainer(Trainer[StepData]):
     def __post_init__(self) -> None:
         throttle, max_staleness = self.config.learner.throttle, self.config.buffer.max_staleness
         self.throttle = None if throttle is None else Throttle(throttle, max_staleness)
-        self._records = StepRecords(self.config.paths.steps)
 
     @property
     def models(self) -> TrainStep:
@@ -219,7 +217,7 @@ class RLTrainer(Trainer[StepData]):
                 kl_coefficient=kl_coefficient,
                 checksum=checksum,
             )
-            self._records.append(record)
+            self.root.records.append(record)
         return metrics
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
@@ -414,7 +412,7 @@ class RLTrainer(Trainer[StepData]):
             surroundings=Surroundings.here(ranks=self.world.size, device=self.world.device),
         )
         if self.root is not None:
-            self._records.append(start)
+            self.root.records.append(start)
 
     def _latest_version(self) -> int:
         """The buffer's latest policy version, on all ranks; announces this learner."""

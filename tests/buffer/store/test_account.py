@@ -43,6 +43,14 @@ async def parts(store: Ledger) -> dict[str, int]:
     return {name: tokens for name, tokens in found.items() if tokens}
 
 
+NEVER = -1
+
+
+async def expiry_s(store: Ledger) -> int:
+    """Seconds for which the unsettled tickets of `r0` are still known."""
+    return int(await store.scripts.redis.ttl(f"{store.scripts.prefix}:unsettled:r0"))
+
+
 async def test_group_moves_through_the_account(store: Ledger) -> None:
     (task,) = await issue(store, 1)
     await heartbeat(store, "r0", [task.id], sampled={task.id: 5})
@@ -102,7 +110,9 @@ async def test_silent_server_returns_with_its_tickets(store: Ledger) -> None:
     await heartbeat(store, "r0", held, sampled={one.id: 4, other.id: 3})
     await store.sweep(silent_s=0.0)
     assert await parts(store) == {"lost server_lost": 7}
+    assert await expiry_s(store) > 0
     await store.join("r0", "first")
+    assert await expiry_s(store) == NEVER
     await heartbeat(store, "r0", held, sampled={one.id: 6, other.id: 3})
     assert await parts(store) == {"in_flight": 9}
     for _ in range(2):
@@ -125,6 +135,7 @@ async def test_end_of_the_run(store: Ledger) -> None:
     await heartbeat(store, "r0", [one.id, other.id], sampled={one.id: 5, other.id: 2})
     assert await deliver(store, [one.id], length=6) == ["finished"]
     assert await parts(store) == {"lost run_finished": 8}
+    assert await expiry_s(store) == NEVER, "the server may go on for days"
     await store.restart(0, learner="a")  # goes on
     await heartbeat(store, "r0", [other.id], sampled={other.id: 2})
     assert await parts(store) == {"in_flight": 2, "lost run_finished": 6}

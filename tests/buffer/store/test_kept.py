@@ -1,5 +1,6 @@
 """Kept groups of trained steps: written, limited, read back, and what goes wrong."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,18 @@ async def test_undone_steps_are_written_again(store: Ledger, make_keeper: MakeKe
     await store.train(1)
     await keeper.keep()
     assert files(keeper)[2] == bytes_of(ids)
+    assert keeper.folder.steps() == [1, 2]
+
+
+async def test_steps_that_are_undone_while_they_are_written_are_written_again(
+    store: Ledger, make_keeper: MakeKeeper
+) -> None:
+    keeper = make_keeper()
+    for step in range(2):
+        await train(store, step)
+    await asyncio.gather(keeper.keep(), keeper.undo(1))
+    keeper.folder.remove(2)
+    await keeper.keep()
     assert keeper.folder.steps() == [1, 2]
 
 

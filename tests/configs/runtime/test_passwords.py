@@ -78,6 +78,8 @@ def test_printed_configuration_holds_no_password(tmp_path: Path) -> None:
         ("{'url': 'u:p@h:1'} or redis=u:p:q@i", "{'url': '***@h:1'} or redis=***@i"),
         ("password: x", "password: ***"),
         ("{'redis_password': 'x'}", "{'redis_password': ***"),
+        ("rewards.0.options.api_key=x auth-token: y", "rewards.0.options.api_key=*** auth-token: ***"),
+        ("max_tokens=5, 3 secret tokens", "max_tokens=5, 3 secret tokens"),
     ],
 )
 def test_passwords_are_redacted(text: str, shown: str) -> None:

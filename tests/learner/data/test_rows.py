@@ -79,7 +79,7 @@ def step_and_split_step(draw: st.DrawFn) -> tuple[Groups, Groups]:
     return whole, parts
 
 
-def rows_of(groups: Groups) -> ActionBatch:
+def rows_of(groups: Groups, *, turns: bool = False) -> ActionBatch:
     """The rows, with the trajectories of a group's episodes in turn."""
     built = []
     for number, episodes in enumerate(groups):
@@ -88,7 +88,7 @@ def rows_of(groups: Groups) -> ActionBatch:
             id=str(number), kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories, greedy_reward=0.5
         )
         built.append((group, 1.0))
-    return build_rows(built, terms=("exact_match",))
+    return build_rows(built, terms=("exact_match",), turns=turns)
 
 
 def inputs_of(rows: ActionBatch) -> AdvantageInputs:
@@ -169,7 +169,9 @@ def test_turns_are_told_apart_by_the_tokens_before_them() -> None:
         )
         for each, mask in zip(ids, masks, strict=True)
     ]  # fmt: skip
-    rows = rows_of([[parts]])
+    rows = rows_of([[parts]], turns=True)
+    assert rows.turn_BT is not None
+    assert rows.state_BT is not None
     assert rows.turn_BT.tolist() == [[0, 0, 1, 2], [3, 0, 0, 0]]
     first, other = rows.state_BT[0, 0].item(), rows.state_BT[0, 3].item()
     assert rows.state_BT.tolist() == [[first, first, first, other], [first, 0, 0, 0]]

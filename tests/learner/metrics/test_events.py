@@ -29,13 +29,15 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_warnings_of_the_log_are_events(events: EventLog, tmp_path: Path) -> None:
+def test_warnings_of_the_log_are_events(events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events.step = 7
     log = get_log("learner.test")
     log.info("nothing to see")
-    log.warning("updates skipped", step=3, updates=2, where=Path("x"))
+    log.warning("updates skipped", step=3, updates=2, where=Path("x"), kind="nan", text="y")
     log.warning("throttle moves", event_kind="throttle", cause="ess 0.1 < 0.5")
     logging.getLogger("other.package").warning("deprecated %s", "thing")
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("other.package").warning("%d texts, one argument", "x")
     skipped, moved, foreign = read(tmp_path)
     assert (skipped["kind"], skipped["text"], skipped["step"]) == ("warning", "updates skipped", 3)
     assert (skipped["updates"], skipped["where"]) == (2, "x")
@@ -52,8 +54,11 @@ def test_repeated_events_are_bounded(events: EventLog, tmp_path: Path, monkeypat
         thread.start()
     for thread in threads:
         thread.join()
+    for number in range(5):
+        logging.getLogger("other.package").warning(f"object {number}")
     texts = [event["text"] for event in read(tmp_path)]
-    assert (texts.count("a"), texts.count("b")) == (3, 3)
+    assert (texts.count("a"), texts.count("b"), texts[6:]) == (3, 3, ["object 0", "object 1", "object 2"])
+    assert [event["text"] for event in read(tmp_path) if "further_ones" in event] == [*texts[4:6], "object 2"]
 
 
 def test_restart_appends_and_a_full_disk_ends_the_events(events: EventLog, tmp_path: Path) -> None:

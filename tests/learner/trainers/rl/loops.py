@@ -16,6 +16,7 @@ from slipstream.learner.data.buffer_feed import Feed, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.step_records import StepRecords
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.learner.trainers.rl.trainer import RLState, RLTrainer
@@ -69,7 +70,8 @@ def learner_beside(config: RunConfig, train_step: TrainStep, *, version: int) ->
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
     reporter.rollout_metrics.return_value = reporter.sync_metrics.return_value = {}
-    root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
+    samples, records = SampleStore(config.paths.samples), create_autospec(StepRecords, instance=True)
+    root = RootServices(buffer, publisher, reporter, samples, records)
     loop = RLTrainer(
         config=config,
         initial_model=config.model.path,

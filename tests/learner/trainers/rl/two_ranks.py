@@ -39,6 +39,7 @@ from slipstream.learner.export import export_model
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
+from slipstream.learner.step_records import StepRecords
 from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.rl.parts import RootServices
 from slipstream.learner.trainers.rl.step import TrainStep
@@ -226,7 +227,8 @@ def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World
 
         buffer.trained.side_effect = buffer.checkpointed.side_effect = fail_after_signal
         publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, RLReporter))
-        loop.root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
+        samples, records = SampleStore(config.paths.samples), create_autospec(StepRecords, instance=True)
+        loop.root = RootServices(buffer, publisher, reporter, samples, records)
         loop.reporter = reporter
     return exit_code(loop)
 
