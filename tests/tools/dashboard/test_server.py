@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,18 @@ def test_groups_and_account_come_from_a_copy_that_ends_with_the_server(tmp_path:
         assert {"rows", "total", "groups"} <= server.get("runs/a/account").keys()
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert len(workers) == 2, "one reader and one copy, however many requests"
+        psutil.Process(server.process.pid).children()[0].kill()
+        assert server.client.get("/api/runs/a/groups").status_code in (200, 404)
+        assert server.get("runs/a/groups")["total"] > 0, "by a new reader"
+        workers += psutil.Process(server.process.pid).children(recursive=True)
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
-@pytest.mark.parametrize("what", ["groups", "groups/1", "account"])
-def test_a_ledger_that_is_not_there_is_named(server: Server, what: str) -> None:
-    assert "redis" in server.get(f"runs/a/{what}", status=404)["error"]
+def test_a_ledger_that_is_not_there_is_named_to_all_who_ask_at_once(server: Server) -> None:
+    with ThreadPoolExecutor() as threads:
+        asked = ("groups", "groups/1", "account", "groups/2")
+        for answer in threads.map(lambda what: server.get(f"runs/a/{what}", status=404), asked):
+            assert "redis" in answer["error"]
 
 
 # --- live files -------------------------------------------------------------------------------------------------------
