@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs `a` and `b`, and one of which only metrics are left."""
     folder = tmp_path_factory.mktemp("dashboard")
     make_run(folder, "a")
-    make_run(folder, "b", "learner.steps=70")
+    make_run(folder, "b", "learner.steps=70", "run.port_base=20000")
     bare = folder / "runs" / "bare"
     bare.mkdir()
     append(bare / "metrics.jsonl", step(1))
@@ -65,6 +65,7 @@ def test_comparison_has_the_keys_that_differ(server: Server) -> None:
     keys = {row["key"]: row["values"] for row in server.get("compare", runs="a,b")["keys"]}
     assert keys["learner.steps"] == {"a": 400, "b": 70}
     assert "model.build" not in keys
+    assert not any("port" in key for key in keys), "they follow from run.port_base"
 
 
 @pytest.mark.parametrize(
