@@ -167,7 +167,10 @@ def _report(recording: Recording, request: Request, file: Path | None) -> int:
             "first_difference": None if differing is None else differing.step,
             "steps": [asdict(step) for step in steps],
         }
-        write_atomically(file, [json_bytes(content)])
+        try:
+            write_atomically(file, [json_bytes(content)])
+        except OSError as error:
+            raise ConfigError(f"--json {file} can't be written: {error.strerror}") from None
     if differing is None:
         print(f"weights equal after {'all steps' if len(steps) > 1 else 'the step'}")
         return 0
