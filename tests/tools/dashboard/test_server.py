@@ -15,7 +15,8 @@ from slipstream.configs.paths import LEARNER, RunPaths, hold_run_lock
 from slipstream.tools.dashboard.columns import MetricsTable
 from tests.conftest import free_port
 from tests.tools.conftest import CommandLine
-from tests.tools.dashboard.served import HOSTILE, Server, append, evaluation, make_run, served, step
+from tests.tools.dashboard.recorded import HOSTILE_TEXT, append, evaluation, make_run, step
+from tests.tools.dashboard.served import Server, served
 from tests.tools.ledger.conftest import embedded, play
 from tests.tools.run_command import DEADLINE_S
 
@@ -230,7 +231,7 @@ def test_stream_follows_the_files_and_resumes_without_a_gap(server: Server, runs
         assert stream.next("event")["text"] == "first"
         seen = stream.last_id
     append(metrics, step(6, entropy=float("nan")), step(7))
-    append(runs / "b" / "events.jsonl", {"kind": "warning", "text": HOSTILE})
+    append(runs / "b" / "events.jsonl", {"kind": "warning", "text": HOSTILE_TEXT})
     with Stream(server, "b", **{"Last-Event-ID": seen}) as stream:
         assert stream.next("step") == step(6, entropy=None)
         assert stream.next("step")["step"] == 7
@@ -332,7 +333,7 @@ def test_a_line_that_is_no_record_costs_that_line_only(tmp_path: Path, line: byt
 def test_hostile_text_is_data(server: Server) -> None:
     reply = server.client.get("/api/runs/a/events")
     assert reply.headers["content-type"] == "application/json"
-    assert reply.json()[0]["text"] == HOSTILE.replace("\ud800", "?")
+    assert reply.json()[0]["text"] == HOSTILE_TEXT.replace("\ud800", "?")
 
 
 def test_missing_files_are_normal(server: Server, runs: Path) -> None:
