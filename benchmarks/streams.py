@@ -15,7 +15,8 @@ import psutil
 
 from benchmarks.figures import Figure, Figures, Goal
 from slipstream.tools.cli import at_least, seconds
-from tests.tools.dashboard.served import Server, append, served, step
+from tests.tools.dashboard.recorded import append, step
+from tests.tools.dashboard.served import Server, served
 
 LOAD = Goal("<", 1.0)
 KEYS = 74

@@ -18,35 +18,36 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COMMANDS = {
+    # Running
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
     "slurm": ("slipstream.tools.clusters.slurm:command", "submit a run as a job of a Slurm cluster"),
     "ray": ("slipstream.tools.clusters.ray:command", "run all processes on an existing Ray cluster"),
+    "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
+    "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
+    # Before a run
     "check": ("slipstream.tools.check:command", "try env, prompts, rewards and tools of a configuration, in seconds"),
     "try": ("slipstream.tools.play:command", "play one episode of an env, and show its tokens, turns and rewards"),
     "doctor": ("slipstream.tools.doctor.command:command", "check the machine, its network and Redis before a run"),
     "fit": ("slipstream.tools.fit:command", "compute the GPU memory that a configuration needs, and a mesh that fits"),
-    "k8s": ("slipstream.tools.clusters.kubernetes:command", "write a run as Kubernetes objects (kustomize)"),
-    "dashboard": ("slipstream.tools.dashboard.command:command", "serve a page over runs, live and finished"),
-    "top": ("slipstream.tools.top:command", "show a run that another process runs as a live table"),
-    "report": ("slipstream.tools.dashboard.report:command", "write runs as one self-contained HTML file"),
-    "replay": (
-        "slipstream.tools.rewind.replay:command",
-        "do recorded training steps again, or with other settings",
-    ),
-    "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
     "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
-    "sky": ("slipstream.tools.clusters.sky:command", "write a run as tasks of SkyPilot"),
+    "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
+    "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
+    # Watching
+    "dashboard": ("slipstream.tools.dashboard.command:command", "serve a page over runs, live and finished"),
+    "top": ("slipstream.tools.top:command", "show a run that another process runs as a live table"),
+    "samples": ("slipstream.tools.samples:command", "show what the policy generated during a run"),
     "summary": ("slipstream.tools.summary:command", "show the metrics of a finished run and redraw its curves"),
+    "report": ("slipstream.tools.dashboard.report:command", "write runs as one self-contained HTML file"),
     "trace": ("slipstream.tools.ledger.trace:command", "write the life of groups and steps as a timeline for Perfetto"),
+    "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups and tokens of a run"),
+    # Looking for a cause
     "diff": ("slipstream.tools.rewind.diff:command", "show how two runs differ, and where their metrics part"),
+    "replay": ("slipstream.tools.rewind.replay:command", "do recorded training steps again, or with other settings"),
     "bisect": (
         "slipstream.tools.rewind.bisect:command",
         "find the groups that broke a metric, by replays without them",
     ),
-    "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
-    "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
-    "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
 }
 """By name: `module:function` with the signature `(argv) -> exit code`, and the purpose."""
 LEDGER_COMMANDS = {
@@ -70,10 +71,11 @@ ELSEWHERE: Mapping[str, str] = {
         ("resume", "continue"), "`slipstream up CONFIG` continues an unfinished run; `--fresh` starts over"
     ),
     **dict.fromkeys(
-        ("status", "watch", "monitor", "logs"),
-        "`slipstream dashboard` serves a page over a run; `slipstream ledger show RUN` and `slipstream samples RUN` "
-        "read a running run; logs/ and metrics.jsonl are in its folder, and `tracking` sends the metrics elsewhere",
+        ("status", "watch", "monitor", "logs", "tensorboard"),
+        "`slipstream dashboard` serves a page over runs, `slipstream top RUN` shows one in a terminal; logs/ and "
+        "metrics.jsonl are in its folder, and `tracking` sends metrics elsewhere (docs/watch.md)",
     ),
+    **dict.fromkeys(("compare",), "`slipstream diff RUN_A RUN_B` shows how two runs differ"),
     **dict.fromkeys(
         ("serve", "chat", "generate", "infer"),
         "`vllm serve RUN_FOLDER/model` serves a trained model; `slipstream try CONFIG --model FOLDER` plays an episode",
@@ -92,10 +94,11 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("buffer", "rollout", "learner"), "a command of its own, without `slipstream` before it"),
     **dict.fromkeys(
         ("submit", "sbatch", "cluster", "launch"),
-        "`slipstream slurm` and `slipstream ray` run on a cluster (docs/clusters.md)",
+        "`slipstream slurm` and `slipstream ray` run on a cluster, `slipstream k8s` and `slipstream sky` write one's "
+        "files (docs/clusters.md)",
     ),
     **dict.fromkeys(("stop", "kill"), "Ctrl-C, or SIGTERM to `slipstream up`, stops a run once its step is saved"),
-    **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream summary RUN` shows one"),
+    **dict.fromkeys(("list", "runs", "ls"), "the folders in runs/ are the runs; `slipstream dashboard` lists them"),
 }
 """Answers to commands of other frameworks: the command or document to use instead."""
 

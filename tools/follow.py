@@ -108,6 +108,11 @@ def json_bytes(value: Any) -> bytes:
         return msgspec.json.encode(_encodable(value))
 
 
+def json_text(value: Any) -> str:
+    """The value as indented JSON for a terminal: as `json_bytes`, in ASCII."""
+    return json.dumps(msgspec.json.decode(json_bytes(value)), indent=2)
+
+
 def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()

@@ -31,7 +31,6 @@ class Panel:
 
 
 SHARE: Final = (0.0, 1.0)
-LEGEND: Final = {"displayMode": "list", "placement": "bottom", "showLegend": True}
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Learning": (
         Panel("reward", [("{{run}}", "<reward>"), ("{{run}} standard deviation", "<reward_std>")]),

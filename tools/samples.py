@@ -1,7 +1,6 @@
 """`slipstream samples`: what the policy generated during a run, as text."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.metrics.samples import Kind, Sample, read_samples
 from slipstream.models.folder import Decode
 from slipstream.tools.cli import at_least
+from slipstream.tools.follow import json_text
 from slipstream.tools.ledger.open import RUN_HELP, find_run
 from slipstream.tools.transcript import printable, run_decoder, stretches, text_of
 
@@ -53,7 +53,7 @@ def command(argv: Sequence[str]) -> int:
     decode = run_decoder(folder, config.model)
     shown = samples[: arguments.most]
     if arguments.json:
-        print(json.dumps([_record(sample, decode) for sample in shown], indent=2, ensure_ascii=False))
+        print(json_text([_record(sample, decode) for sample in shown]))
     else:
         print("\n\n".join(_described(sample, decode) for sample in shown))
     return 0
@@ -93,7 +93,7 @@ def _origin(sample: Sample) -> list[str]:
     lines = []
     if sample.group_id:
         task = "" if sample.task is None else f", task {sample.task}"
-        lines.append(f"answer {sample.answer} of group {sample.group_id}{task} of {printable(sample.env)}")
+        lines.append(f"answer {sample.answer} of group {printable(sample.group_id)}{task} of {printable(sample.env)}")
     if sample.trained is not None:
         ratios = _range(sample.ratio)
         actions = int(np.count_nonzero(action_mask(sample.trajectory)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths, is_run_locked
@@ -18,6 +19,7 @@ from slipstream.configs.runtime.files import write_atomically
 from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import table_console
 from slipstream.tools.follow import MISSING, Record, number
+from slipstream.tools.transcript import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +141,7 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
             if content != MISSING or name not in IF_KNOWN:
                 table.add_row(name, content)
         table.add_section()
-    table.add_row("groups", _group_counts(summary.get("groups") or {}))
+    table.add_row("groups", Text(printable(_group_counts(summary.get("groups") or {}))))
     if "uploads" in summary:
         table.add_row("uploads", _filled("{uploads.completed} completed, {uploads.given_up} given up", summary))
     return table

@@ -8,8 +8,9 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -109,7 +110,7 @@ class Watch:
             self._progress = apply_metrics(replace(self._progress, elapsed_s=time_s), record)
 
 
-def _logs(run: Run) -> list[Any]:
+def _logs(run: Run) -> list[Path]:
     return sorted(run.folder.logs.glob("*.jsonl"))
 
 
@@ -182,7 +183,7 @@ def _notes(run: Run) -> list[Text]:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Any]:
+def _keys() -> Iterator[Callable[[float], str]]:
     """A function that waits for a time and returns the keys that were pressed; none where stdin is no terminal."""
 
     def wait(seconds: float) -> str:

@@ -145,7 +145,7 @@ def decode_group(frame: bytes | memoryview) -> Group:
         unbounded = next((term for term in _rewards(trajectory) if not _is_bounded(term[1])), None)
         if unbounded is not None:
             raise _invalid_reward(f"{group.id}, trajectory {number}", *unbounded)
-        problem = _trajectory_problem(trajectory)
+        problem = trajectory_problem(trajectory)
         first = episodes.setdefault(trajectory.episode, trajectory)
         if (first.reward, first.scores) != (trajectory.reward, trajectory.scores):
             problem = problem or f"reward or scores differ from those of its episode {trajectory.episode}"
@@ -176,7 +176,8 @@ def _invalid_reward(where: str, name: str, value: float) -> InvalidRewardError:
     return InvalidRewardError(f"group {where}: {name} {value} is not within ±{MOST_REWARD:g}; scale it")
 
 
-def _trajectory_problem(trajectory: Trajectory) -> str | None:
+def trajectory_problem(trajectory: Trajectory) -> str | None:
+    """The reason why a trajectory's arrays or spans don't fit each other; None if they do."""
     tokens = len(trajectory.action_mask)
     if len(trajectory.token_ids) != 4 * tokens or len(trajectory.behaviour_logprobs) != 4 * tokens:
         return "arrays of different lengths"

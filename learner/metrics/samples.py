@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.buffer.wire.codec import action_mask, token_ids
+from slipstream.buffer.wire.codec import action_mask, token_ids, trajectory_problem
 from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
@@ -256,8 +256,17 @@ def read_samples(folder: Path, kind: Kind) -> list[Sample]:
 
 
 def read_file(path: Path) -> list[Sample]:
-    """The samples of a file; none where it is missing or of another release."""
+    """The samples of a file, without damaged ones; none where it is missing or of another release."""
     try:
-        return _decoder.decode(path.read_bytes())
+        samples = _decoder.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
         return []
+    return [sample for sample in samples if _is_whole(sample)]
+
+
+def _is_whole(sample: Sample) -> bool:
+    """True if the arrays of a sample fit each other."""
+    if trajectory_problem(sample.trajectory) or not sample.trajectory.action_mask:
+        return False
+    size = 4 * int(np.count_nonzero(action_mask(sample.trajectory)[1:]))
+    return sample.actions is None or all(len(column) == size for column in msgspec.structs.astuple(sample.actions))

@@ -33,5 +33,6 @@ def test_each_name_has_an_implementation(registry: Registry, name: str) -> None:
 def test_schema_and_registries_have_the_same_names() -> None:
     engines = {name.partition("/")[0] for name in ENGINES.built_in}
     assert engines == set(get_args(EngineConfig.model_fields["name"].annotation))
-    assert set(DESTINATIONS.built_in) == set(TrackingConfig.model_fields) - {"names", "samples", "project"}
+    others = {"names", "samples", "project", "price_per_gpu_hour", "trace", "prometheus"}
+    assert set(DESTINATIONS.built_in) == set(TrackingConfig.model_fields) - others
     assert {transport.key for transport in TRANSPORTS.values()} == set(get_args(TransportName))

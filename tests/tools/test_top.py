@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.configs.paths import LEARNER, hold_run_lock
 from tests.tools.conftest import CommandLine
-from tests.tools.dashboard.served import append, make_run, step
+from tests.tools.dashboard.recorded import append, make_run, step
 from tests.tools.run_command import command, until
 
 

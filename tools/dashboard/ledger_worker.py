@@ -52,7 +52,7 @@ async def groups(
     """A page of the groups in a state (empty: any), `{"total", "counts", "groups"}`, the latest first.
 
     Args:
-        query: a text in the group's id or server, or in the details of its state.
+        query: a text in the group's id or server.
         sort: `id`, `tokens` or `version`, with `-` descending.
     """
     counts = {name: await opened.reader.ids(name) for name in STATES}

@@ -67,7 +67,8 @@ class _Worker:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._process: asyncio.subprocess.Process | None = None
-        self._errors = b""
+        self._reason: str | None = None
+        """Why the process ended, once that is known."""
         self._lock = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
 
@@ -95,21 +96,29 @@ class _Worker:
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
+            if self._reason is not None:  # while this request waited for the lock
+                return {"error": self._reason}
             process = self._process or await self._start()
             assert process.stdin is not None, "a pipe"
             assert process.stdout is not None, "a pipe"
-            with suppress(ConnectionError):
-                process.stdin.write(msgspec.json.encode(request) + b"\n")
-                await process.stdin.drain()
+            if not process.stdin.is_closing():  # uvloop raises RuntimeError for a pipe that is closed
+                with suppress(ConnectionError):
+                    process.stdin.write(msgspec.json.encode(request) + b"\n")
+                    await process.stdin.drain()
             line = await process.stdout.readline()
-            if line:
+            if line.endswith(b"\n"):
                 answer: dict[str, Any] = msgspec.json.decode(line)
                 return answer
-            assert process.stderr is not None, "a pipe"
-            printed = (await process.stderr.read()).decode(errors="replace").strip()
-            await process.wait()
-            reasons = [text.removeprefix("error: ") for text in printed.splitlines() if text.startswith("error: ")]
-            return {"error": "; ".join(reasons) or printed[-2000:] or f"its reader ended with {process.returncode}"}
+            self._reason = await self._exit_reason(process)
+            return {"error": self._reason}
+
+    async def _exit_reason(self, process: asyncio.subprocess.Process) -> str:
+        """The errors that the process printed, or its exit code."""
+        assert process.stderr is not None, "a pipe"
+        printed = (await process.stderr.read()).decode(errors="replace").strip()
+        code = await process.wait()
+        reasons = [text.removeprefix("error: ") for text in printed.splitlines() if text.startswith("error: ")]
+        return "; ".join(reasons) or printed[-2000:] or f"the process that reads the ledger ended with exit code {code}"
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = await asyncio.create_subprocess_exec(

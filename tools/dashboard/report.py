@@ -13,11 +13,13 @@ from typing import Any, Final
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.tools.cli import at_least, new_file
+from slipstream.tools.dashboard.columns import MOST_POINTS
 from slipstream.tools.dashboard.command import places
 from slipstream.tools.dashboard.ledgers import LedgerError, Ledgers
 from slipstream.tools.dashboard.runs import Run, Runs, catalogue, compare
 from slipstream.tools.dashboard.samples import PROMPTS, Samples, Selection
 from slipstream.tools.follow import json_bytes
+from slipstream.tools.transcript import printable
 
 PAGE: Final = Path(__file__).parent / "page"
 SAMPLES: Final = 64
@@ -31,7 +33,7 @@ EVENTS: Final = 1000
 """Of each run, the latest."""
 NUMBER_BYTES: Final = 10
 """About what a number of a curve takes."""
-MOST_POINTS, LEAST_POINTS = 2000, 50
+LEAST_POINTS: Final = 50
 _SHEET: Final = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT: Final = re.compile(r'<script src="([^"]+)"></script>')
 
@@ -121,7 +123,7 @@ async def _of_ledger(run: Run, ledgers: Ledgers) -> dict[str, Any]:
     try:
         return {"/account": await ledgers.account(run), "/groups": await ledgers.ask(run, "groups", limit=GROUPS)}
     except LedgerError as error:
-        print(f"note: the report has no account and groups of run {run.id}: {error}")
+        print(printable(f"note: the report has no account and groups of run {run.id}: {error}"))
         return {}
 
 

@@ -19,6 +19,7 @@ from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.metrics.catalog import CATALOG
 from slipstream.tools.dashboard.columns import VERSION, MetricsTable, Table, numbers, thinned
 from slipstream.tools.follow import JsonLinesFollower, LineFollower, Record, parse_line
+from slipstream.tools.launch.ports import unset_ports
 from slipstream.tools.launch.progress import WARNING_LEVELS, Plan, Progress, apply_log
 
 TAIL_BYTES: Final = 256 << 10
@@ -250,9 +251,13 @@ class Runs:
 
 
 def compare(runs: Iterable[Run]) -> list[Record]:
-    """The keys whose values differ between the configurations; a run that lacks one is left out there."""
+    """The keys whose values differ between the configurations, but for ports that none has set.
+
+    A run that lacks a key is left out there.
+    """
     flat = {run.id: dict(_flat(run.config(), "")) for run in runs}
-    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    ports = set.intersection(*map(unset_ports, flat.values())) if flat else set()
+    keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ports)
     rows = []
     for key in keys:
         values = {run_id: values[key] for run_id, values in flat.items() if key in values}

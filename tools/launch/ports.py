@@ -3,7 +3,7 @@
 import errno
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,8 +12,8 @@ from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.network import is_local_address, is_loopback
-from slipstream.configs.schema.buffer import BufferConfig
-from slipstream.configs.schema.run import PORT_COUNT
+from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
+from slipstream.configs.schema.run import PORT_COUNT, port_defaults
 from slipstream.configs.schema.weights import TRANSPORTS, WeightsConfig
 
 FIRST, LAST = 20_000, 32_000
@@ -106,3 +106,20 @@ def _listen_error(host: str, port: int) -> OSError | None:
         except OSError as error:
             return error
     return None
+
+
+def unset_ports(values: Mapping[str, object]) -> set[str]:
+    """The ports that no one has set: `run.port_base`, and those that follow from it or are the schema's defaults.
+
+    Args:
+        values: a configuration's values by dotted key.
+    """
+    base = values.get("run.port_base")
+    of_base = port_defaults(base) if isinstance(base, int) else {}
+    unset = {"run.port_base"}
+    for name, section in (("redis", RedisConfig), ("buffer", BufferConfig), ("weights", WeightsConfig)):
+        for key in port_defaults(0)[name]:
+            usual = section.model_fields[key].default
+            if values.get(f"{name}.{key}", usual) in (usual, of_base.get(name, {}).get(key)):
+                unset.add(f"{name}.{key}")
+    return unset

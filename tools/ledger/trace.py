@@ -24,13 +24,16 @@ from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import at_least, new_file
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, find_run, with_ledger
 from slipstream.tools.ledger.trace_events import Slice, trace_events
+from slipstream.tools.transcript import printable
 
 LEDGER: Final = "ledger"
 """Track of the groups' states."""
 LEARNER: Final = "learner"
 STATE_NAMES: Final = {"issued": "in flight"}
 """Names of states in a timeline, where they differ."""
-PHASES: Final = {"kind", "step", "wait_s", "train_s", "publish_s", "step_s", "policy_version", "reward"}
+NEEDED: Final = {"kind", "step", "wait_s", "train_s", "step_s"}
+"""Keys without which a record of the metrics is left out."""
+PHASES: Final = NEEDED | {"publish_s", "policy_version", "reward"}
 """Keys of the metrics that are read."""
 LAST_STEPS: Final = 4
 LAST_STATE_S: Final = 0.001
@@ -104,11 +107,14 @@ def command(argv: Sequence[str]) -> int:
         )
     out: Path = arguments.out or Path(f"trace-{folder.name}-{story.name.replace(' ', '-')}.json")
     tracks = _tracks(slices)
-    out.write_text(trace_events(slices, tracks, about={"run": story.run, "subject": story.name}), encoding="utf-8")
+    try:
+        out.write_text(trace_events(slices, tracks, about={"run": story.run, "subject": story.name}), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror}; --out names another place") from None
     for host, shift_s in shifts.items():
-        print(f"the clock of {host} differs from Redis's: its spans are moved by {shift_s:+.3f} s")
+        print(f"the clock of {printable(host)} differs from Redis's: its spans are moved by {shift_s:+.3f} s")
     if problem:
-        print(f"without the ledger: {problem}", file=sys.stderr)
+        print(printable(f"without the ledger: {problem}"), file=sys.stderr)
     if not spans:
         print("with tracking.trace=file a run also shows what each process did: this one has no spans")
     print(f"{out}: {len(slices):,} slices on {len(tracks)} tracks; open it in https://ui.perfetto.dev")
@@ -119,7 +125,8 @@ def _metrics(folder: RunPaths) -> dict[int, Mapping[str, Any]]:
     """Records of steps, by step; of a step that was trained twice, the last."""
     if not folder.metrics.exists():
         return {}
-    return {record["step"]: record for record in read_records(folder.metrics, PHASES) if record["kind"] == "step"}
+    records = (record for record in read_records(folder.metrics, PHASES) if record.keys() >= NEEDED)
+    return {record["step"]: record for record in records if record["kind"] == "step"}
 
 
 def _story(run: str, arguments: argparse.Namespace, *, latest: int) -> Story:
@@ -166,12 +173,13 @@ def _complete(story: Story, spans: Iterable[TracedSpan]) -> set[str]:
     for span in spans:
         if span.attributes.keys() & {"group", "step"}:
             traces.add(span.trace)
-        if span.name == "lease" and (leased := span.attributes.get("groups")):
-            if span.attributes["step"] in story.steps:
+        step = span.attributes.get("step")
+        if span.name == "lease" and step is not None and (leased := span.attributes.get("groups")):
+            if step in story.steps:
                 story.group_ids += [group_id for group_id in leased if group_id not in known]
                 known.update(leased)
             elif known.intersection(leased):
-                steps.add(span.attributes["step"])
+                steps.add(step)
     story.steps = story.steps or sorted(steps)
     return traces
 
@@ -293,8 +301,9 @@ def _span_slice(story: Story, span: TracedSpan) -> Slice:
     if span.name == "group":
         flows = [f"group {named}"]
     elif span.name == "train":
-        step = next(step for step in story.steps if derived_ids(story.run, "step", step)[0] == span.trace)
-        flows = [f"group {group_id}" for group_id in story.groups_of(step)]
+        # Of another step, if the span that has its number was dropped.
+        steps = [step for step in story.steps if derived_ids(story.run, "step", step)[0] == span.trace]
+        flows = [f"group {group_id}" for step in steps for group_id in story.groups_of(step)]
     return Slice(
         span.process,
         span.name if named is None else f"{span.name} {named}",

@@ -1,7 +1,6 @@
 """`slipstream bisect`: the groups and answers whose removal restores a metric, found by replays of the steps before."""
 
 import argparse
-import json
 import math
 import signal
 import statistics
@@ -17,6 +16,7 @@ from slipstream.configs.runtime.logging import configure_logging
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.trainers.rl.replay import Answer, NothingLeftError
 from slipstream.tools.cli import at_least
+from slipstream.tools.follow import json_text
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.rewind.replay import replay
@@ -43,14 +43,14 @@ CONTROLS: Final = 5
 SUFFICE: Final = 0.9
 """Share of their group's effect from which some answers count as its cause."""
 SURROUNDINGS: Final = ("staleness_mean", "staleness_max", "mismatch_abs", "truncated_fraction", "masked_fraction", "lr")
-"""Metrics of which a jump is told beside the verdict."""
+"""Metrics whose jumps are printed beside the verdict."""
 JUMP: Final = 6.0
 """Standard deviations from which a metric's value is called a jump."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A metric that broke, and the steps of which replays ask."""
+    """A metric that broke, and the steps that are replayed to find out why."""
 
     metric: str
     condition: Condition
@@ -127,12 +127,11 @@ def command(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             code, verdict = 128 + signal.SIGINT, search.interrupted()
         if arguments.json:
-            print(json.dumps(_as_json(question, verdict, search), indent=2, ensure_ascii=False))
+            print(json_text(_as_json(question, verdict, search)))
         else:
             print_suspects(recording, verdict.suspects, verdict.controls)
-            for remark in verdict.remarks:
-                print(remark)
-            print(verdict.text)
+            for line in (*verdict.remarks, verdict.text):
+                print(printable(line))
     return code
 
 
@@ -224,9 +223,16 @@ class Search:
             return Verdict(
                 [], [], None, (), f"the replay does not reproduce it: {self._named} is {self._broken:.4g} there"
             )
+        if len(self._candidates) == len(set(self._step_of.values())):
+            return self._without_group(
+                (),
+                "bisect can't look for a group: each step has only one (learner.groups_per_step), and a step without "
+                "any can't be replayed",
+            )
+        steps = f"no single group of the steps {question.first} to {question.step} is the cause"
         found = smallest(self._candidates, self._restores, most=MOST_GROUPS)
         if found is None:
-            return self._without_group(())
+            return self._without_group((), f"{steps}: no {MOST_GROUPS} groups restore it")
         suspects = sorted(map(self._suspect, found), key=lambda suspect: -suspect.effect)
         controls = [self._suspect(one) for one in self._controls(found)]
         others = [one for one in self._candidates if one not in found]
@@ -235,7 +241,7 @@ class Search:
         if any(control.effect >= RESTORED / 2 for control in controls) or any(
             self._effect(half) >= RESTORED / 2 for half in halves if half
         ):
-            return self._without_group(controls)
+            return self._without_group(controls, f"{steps}: leaving out others restores it as well")
         if len(suspects) == 1:
             suspects = [self._narrowed(suspects[0])]
         suspects = [replace(one, ratio=self._ratio(one)) for one in suspects]
@@ -269,17 +275,15 @@ class Search:
         chosen = tuple(sorted(index for _, index in found if index is not None))
         return replace(suspect, answers=chosen, effect=self._effect(found))
 
-    def _without_group(self, controls: Sequence[Suspect]) -> Verdict:
-        """The verdict where no small set of groups is the cause, with a replay at a lower learning rate."""
+    def _without_group(self, controls: Sequence[Suspect], why: str) -> Verdict:
+        """The verdict where no small set of groups is named, with a replay at a lower learning rate."""
         lr = self.recording.config(self.question.first).learner.optimizer.lr
         value = self._value(frozenset(), (f"learner.optimizer.lr={lr / 10!r}",))
         effect = self._share(value)
-        why = "leaving out others restores it as well" if controls else f"no {MOST_GROUPS} groups restore it"
-        text = f"no single group of the steps {self.question.first} to {self.question.step} is the cause: {why}. "
+        does = "restores it" if self._is_restored(value) else "does not restore it"
+        text = f"{why}. A tenth of the learning rate ({lr / 10:g}) {does}, {self._percent(effect)} of the way back"
         if self._is_restored(value):
-            text += f"A tenth of the learning rate ({lr / 10:g}) does, {self._percent(effect)}: the likely cause"
-        else:
-            text += f"Nor does a tenth of the learning rate ({lr / 10:g}): {self._percent(effect)}"
+            text += ": the likely cause"
         return Verdict([], controls, effect, self._remarks(), text)
 
     def _remarks(self) -> list[str]:
@@ -400,7 +404,8 @@ class Search:
         return f"{max(-9.99, min(share, 9.99)):.0%}"
 
     def _say(self, text: str) -> None:
-        print(printable(text) if "\n" not in text else text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
+        for line in text.split("\n"):
+            print(printable(line), file=sys.stderr if self.quiet else sys.stdout, flush=True)
 
 
 def _counted(left_out: Set[Answer]) -> str:

@@ -1,7 +1,6 @@
 """`slipstream diff`: how two runs differ: settings, versions, data, and the step at which their metrics part."""
 
 import argparse
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.tools.cli import table_console
-from slipstream.tools.follow import MISSING
+from slipstream.tools.follow import MISSING, json_text
 from slipstream.tools.rewind.compare import Comparison, Pair, compare, read_side, shown
 from slipstream.tools.rewind.series import Parting
 from slipstream.tools.rewind.settings import Difference
@@ -35,7 +34,7 @@ def command(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     comparison = compare(read_side(arguments.a), read_side(arguments.b))
     if arguments.json:
-        print(json.dumps(_finite(as_json(comparison)), indent=2, ensure_ascii=False))
+        print(json_text(as_json(comparison)))
     else:
         _print(comparison)
     return 0
@@ -75,15 +74,6 @@ def _pairs(values: Mapping[str, Pair] | None) -> list[dict[str, Any]] | None:
     return None if values is None else [{"key": key, "a": a, "b": b} for key, (a, b) in values.items()]
 
 
-def _finite(value: Any) -> Any:
-    """The value with null for numbers that JSON lacks."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _print(found: Comparison) -> None:
     console = table_console(min_width=MIN_COLUMNS)
     for label, side in (("A", found.a), ("B", found.b)):
@@ -112,7 +102,8 @@ def _print(found: Comparison) -> None:
         _print_table(console, f"metrics over {found.common_steps:,} common steps", columns, rows)
     rest = [f"{metric.name} ({metric.differs_at})" for metric in found.metrics if not metric.parting]
     if rest:
-        print(f"\nmetrics that differ by noise only (from step): {', '.join(rest)}")
+        print()
+        print(printable(f"metrics that differ by noise only (from step): {', '.join(rest)}"))
     print()
     for place, cause in enumerate(found.causes):
         print(f"{'also: ' if place else 'likely cause: '}{printable(cause)}")

@@ -1,6 +1,5 @@
 """A run's recorded training steps: their records, metrics, groups and checkpoints, without the run's processes."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from slipstream.configs.paths import RunPaths, checkpoint_steps
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.step_records import RecordedStep, read_step_records
 from slipstream.tools.ledger.open import OpenLedger, find_run, with_ledger
+from slipstream.tools.rewind.series import read_metrics
 
 if TYPE_CHECKING:
     from slipstream.tools.rewind.session import Session
@@ -135,7 +135,7 @@ class Recording:
     def metrics(self, step: int) -> dict[str, Any]:
         """The record of a step in `metrics.jsonl`; empty if there is none."""
         if not self._metrics:
-            self._metrics = _step_metrics(self.folder.metrics)
+            self._metrics = {record["step"]: record for record in read_metrics(self.folder).steps}
         return self._metrics.get(step, {})
 
     def group(self, group_id: str) -> Group:
@@ -175,18 +175,6 @@ class Recording:
         if missing:
             with_ledger(str(self.folder.root), read)
         return {group_id: self._blobs[group_id] for group_id in group_ids if group_id in self._blobs}
-
-
-def _step_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """The records of steps in a metrics file, of one that was trained twice the last. Raises: OSError."""
-    records = {}
-    with path.open("rb") as lines:
-        for line in lines:
-            with suppress(ValueError):  # a truncated line
-                record = json.loads(line)
-                if record["kind"] == "step":
-                    records[record["step"]] = record
-    return records
 
 
 def _decoded(group_id: str, blob: bytes) -> Group:

@@ -1,16 +1,16 @@
 """`slipstream replay`: recorded training steps done once more, with the same settings or with others."""
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.configs.load import override_config
 from slipstream.configs.runtime.errors import ConfigError
@@ -20,10 +20,12 @@ from slipstream.learner.models.reproducibility import Surroundings
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.rl.replay import Answer
 from slipstream.tools.cli import at_least, new_file, table_console
+from slipstream.tools.follow import json_bytes
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.ranks import replay_on_ranks
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.rewind.session import ReplayedStep, Request, Session
+from slipstream.tools.transcript import printable
 
 SHOWN: Final = (
     "reward", "loss", "grad_norm", "lr", "entropy", "kl_k3", "ess", "clip_fraction", "truncated_fraction",
@@ -165,7 +167,10 @@ def _report(recording: Recording, request: Request, file: Path | None) -> int:
             "first_difference": None if differing is None else differing.step,
             "steps": [asdict(step) for step in steps],
         }
-        write_atomically(file, [json.dumps(_finite(content)).encode()])
+        try:
+            write_atomically(file, [json_bytes(content)])
+        except OSError as error:
+            raise ConfigError(f"--json {file} can't be written: {error.strerror}") from None
     if differing is None:
         print(f"weights equal after {'all steps' if len(steps) > 1 else 'the step'}")
         return 0
@@ -173,7 +178,7 @@ def _report(recording: Recording, request: Request, file: Path | None) -> int:
     if request.overrides and before is None:
         return 0
     for cause in _causes(recording, differing.step):
-        print(f"  {cause}")
+        print(f"  {printable(cause)}")
     return 1
 
 
@@ -192,7 +197,10 @@ def _print_step(step: ReplayedStep) -> None:
         recorded, replayed = pairs[name]
         known = math.nan if recorded is None else float(recorded)
         table.add_row(
-            name, f"{known:.6g}", f"{replayed:.6g}", "" if _same(recorded, replayed) else f"{replayed - known:+.2g}"
+            Text(printable(name)),
+            f"{known:.6g}",
+            f"{replayed:.6g}",
+            "" if _same(recorded, replayed) else f"{replayed - known:+.2g}",
         )
     table_console(min_width=60).print(table)
 
@@ -200,15 +208,6 @@ def _print_step(step: ReplayedStep) -> None:
 def _same(recorded: float | None, replayed: float) -> bool:
     """True for equal numbers; JSON lines have null for what is not finite."""
     return recorded == replayed or (recorded is None and not math.isfinite(replayed))
-
-
-def _finite(content: Any) -> Any:
-    """The content with null in place of numbers that JSON lacks."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [*map(_finite, content)]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _causes(recording: Recording, step: int) -> list[str]:

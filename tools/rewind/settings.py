@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.passwords import redact
+from slipstream.tools.launch.ports import unset_ports
 
 _STALENESS: Final = ("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue")
 _ANSWERS: Final = ("reward", "answer_tokens", "score/", "reward_std", "entropy")
@@ -78,10 +79,15 @@ class Difference:
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[Difference]:
-    """The keys that differ, those that act on training most directly first."""
+    """The keys that differ, those that act on training most directly first; without ports that neither has set."""
     values_a, values_b = dict(leaves(a)), dict(leaves(b))
+    ports_a, ports_b = (
+        unset_ports({key: value for key, (value, _) in values.items()}) for values in (values_a, values_b)
+    )
     found = []
     for key in dict.fromkeys([*values_a, *values_b]):
+        if key in ports_a & ports_b:
+            continue
         (own, default), (other, other_default) = values_a.get(key, (None, None)), values_b.get(key, (None, None))
         if own != other:
             default = default if key in values_a else other_default

@@ -8,13 +8,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.buffer.wire.codec import action_mask
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
 from slipstream.tools.cli import table_console
 from slipstream.tools.follow import MISSING
 from slipstream.tools.rewind.recording import Recording
-from slipstream.tools.transcript import decoder_or_reason, text_of
+from slipstream.tools.transcript import decoder_or_reason, printable, text_of
 
 MIN_COLUMNS = 120
 SHOWN_ANSWERS: Final = 2
@@ -63,7 +64,7 @@ def print_suspects(recording: Recording, suspects: Sequence[Suspect], controls: 
         chosen = ", ".join(map(str, suspect.answers)) if suspect.answers else f"all {suspect.size}"
         versions = sorted({span.version for trajectory in of for span in trajectory.spans})
         table.add_row(
-            suspect.group_id, str(suspect.step), f"{suspect.effect:.0%}", chosen,
+            Text(printable(suspect.group_id)), str(suspect.step), f"{suspect.effect:.0%}", chosen,
             _range([trajectory.reward for trajectory in of]), _range(_logprobs(of).tolist()),
             MISSING if math.isnan(suspect.ratio) else f"{suspect.ratio:.3g}",
             _range(versions), _range([suspect.staleness[version] for version in versions]),
@@ -77,7 +78,8 @@ def print_suspects(recording: Recording, suspects: Sequence[Suspect], controls: 
         ordered = sorted(suspect.left_out, key=lambda one: one[1].reward)
         for index, trajectory in ordered if len(ordered) <= SHOWN_ANSWERS else (ordered[0], ordered[-1]):
             logprobs = _range(_logprobs([trajectory]).tolist())
-            print(f"\n=== group {suspect.group_id}, answer {index}: reward {trajectory.reward:.4g}, log μ {logprobs}")
+            name = printable(suspect.group_id)
+            print(f"\n=== group {name}, answer {index}: reward {trajectory.reward:.4g}, log μ {logprobs}")
             print(text_of(trajectory, decode))
         print()
 

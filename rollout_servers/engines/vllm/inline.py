@@ -49,6 +49,7 @@ class SteppedEngine:
 
     Attributes:
         llm: vLLM's own engine.
+        processor: the requests, as vLLM's output processor has them; also of a closed engine.
         version: the policy version of new tokens.
         vocabulary: number of token ids.
         experts: reads the experts in its outputs; None if it returns none.
@@ -65,6 +66,7 @@ class SteppedEngine:
             gc.unfreeze()
             gc.collect()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.processor = self.llm.output_processor
         self._adapter = adapter_request(self.llm.vllm_config)
         if self._adapter is not None:
             self.llm.collective_rpc("add_adapter")
@@ -169,7 +171,7 @@ class SteppedEngine:
 
     def _withdraw(self, request: str) -> tuple[RequestOutput | None, list[str]]:
         """Output of a request so far, None if it had finished; and the ids under which the core still works on it."""
-        processor = self.llm.output_processor
+        processor = self.processor
         states = [processor.request_states[each] for each in processor.external_req_ids.get(request, ())]
         if not states:
             return None, []
@@ -268,7 +270,7 @@ class InlineEngine(VllmEngine):
     ) -> RequestOutput:
         prompt = token_prompt(prompt_ids, images, vocabulary=self._stepped.vocabulary)
         request = str(next(self._request_numbers))
-        tally.follow(partial(tokens_so_far, self._stepped.llm.output_processor, request))
+        tally.follow(partial(tokens_so_far, self._stepped.processor, request))
         return await self._thread.request(
             request, lambda: self._stepped.add(request, prompt, params, priority), deadline_s=deadline_s
         )

@@ -64,6 +64,15 @@ def test_damaged_file_is_left_out(tmp_path: Path) -> None:
     assert [sample.number for sample in read_samples(tmp_path, "step")] == [1]
 
 
+@pytest.mark.parametrize("damage", [{"token_ids": b""}, {"behaviour_logprobs": b"123"}, {"action_mask": b""}])
+def test_sample_with_arrays_that_do_not_fit_is_left_out(tmp_path: Path, damage: dict[str, bytes]) -> None:
+    damaged = msgspec.structs.replace(trajectory(1), **damage)
+    SampleStore(tmp_path).keep("step", 1, [trajectory(0.5), damaged], chosen={"best": 1, "worst": 0})
+    short = ActionColumns(*[b"1234"] * 4)
+    SampleStore(tmp_path).keep("step", 2, [trajectory(1, tokens=3)], [Source("1", 1)], actions={0: short})
+    assert [(sample.number, sample.chosen) for sample in read_samples(tmp_path, "step")] == [(1, "worst")]
+
+
 def test_values_of_actions_are_read_by_token(tmp_path: Path) -> None:
     ratio, advantage, kept, entropy = ([1.5, 0.5], [-1, 2], [1, 0], [3, np.nan])
     columns = ActionColumns(*(np.array(each, dtype="<f4").tobytes() for each in (ratio, advantage, kept, entropy)))

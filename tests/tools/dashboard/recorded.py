@@ -1,4 +1,4 @@
-"""Folders of runs as the learner writes them, of any length, with hostile texts, for tests and measurements."""
+"""Folders of runs as the learner writes them: a small one, and one of any length with hostile texts throughout."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -14,11 +15,74 @@ from slipstream.configs.load import create_run_folder
 from slipstream.learner.metrics.samples import ActionColumns, SampleStore, Source
 from slipstream.models.folder import initial_model
 from slipstream.models.tiny import TEXT
+from tests.tools.run_command import demo_config
 
 HOSTILE: Final = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+HOSTILE_TEXT: Final = "<script>alert(1)</script>\x1b[31m\x00\u2028\ud800"
+"""HTML, a terminal's escape sequence, NUL, a line end of JavaScript, and a half of a surrogate pair."""
 STARTED_S: Final = 1_790_000_000.0
 SAMPLED_STEPS: Final = 40
 TASKS: Final = 5
+KINDS: Final = ("throttle", "restart", "warning")
+"""Of events."""
+
+
+def append(path: Path, *records: Mapping[str, Any]) -> None:
+    """Appends records to a file of JSON lines."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+# --- a small run ------------------------------------------------------------------------------------------------------
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "kind": "step", "time_s": float(number), "step": number, "steps": 9, "policy_version": number // 2,
+        "reward": number / 10, "score/exact_match": 0.5, **fields,
+    }  # fmt: skip
+
+
+def evaluation(version: int, score: float) -> dict[str, Any]:
+    return {"kind": "eval", "time_s": version + 0.5, "step": 2 * version + 1, "policy_version": version, "score": score}
+
+
+def make_run(folder: Path, name: str, *overrides: str) -> RunConfig:
+    """A run's folder with 4 steps, 2 evaluations, samples of both, events, servers, versions and a warning."""
+    config = demo_config(folder, f"run.name={name}", *overrides)
+    paths = config.paths
+    create_run_folder(paths, config)
+    initial_model(config)
+    append(paths.metrics, evaluation(0, 0.0), *map(step, range(1, 5)), evaluation(1, 0.25))
+    append(paths.root / "events.jsonl", {"time_s": 1.0, "step": 2, "kind": "throttle", "text": HOSTILE_TEXT})
+    append(
+        paths.logs / "learner.jsonl", {"event": HOSTILE_TEXT, "level": "warning", "timestamp": "2026-01-01T00:00:00Z"}
+    )
+    server = {"server": "r0", "version": 1, "lag": 1, "idle_fraction": 0.5, "tokens_per_s": 1234.0}
+    (paths.root / "servers.json").write_text(json.dumps({"time_s": 1.0, "step": 4, "version": 2, "servers": [server]}))
+    append(paths.root / "servers.jsonl", *({"time_s": 10.0 * n, "tokens_per_s": n} for n in range(3)))
+    (paths.root / "run.json").write_text(json.dumps([{"started_at": 1000.5, "packages": {"torch": "2.13.0"}}]))
+    store = SampleStore(paths.samples, env="digits")
+    for number in (1, 3):
+        answers = [answer([7, 7, number], 0.0), answer([3, number, 5], 1.0)]
+        store.keep("step", number, answers, [Source("12", 5)] * 2, actions={index: columns() for index in range(2)})
+    store.keep("eval", 1, [answer([5, 5], 0.5)])
+    return config
+
+
+def answer(ids: list[int], reward: float) -> m.Trajectory:
+    """An answer to the prompt 5, 4, 3, 13; its first token is of version 0, the others are of version 2."""
+    whole, mask = [5, 4, 3, 13, *ids], [0] * 4 + [1] * len(ids)
+    return _trajectory(whole, mask, np.full(len(whole), -0.5), {0: 5, 2: len(whole)}, reward, {"exact_match": reward})
+
+
+def columns() -> ActionColumns:
+    """Of three actions, the last of which is not trained on."""
+    values = np.array([1.0, 2.0, 0.5], dtype="<f4").tobytes()
+    return ActionColumns(ratio=values, advantage=values, trained=np.array([1, 1, 0], "<f4").tobytes(), entropy=values)
+
+
+# --- a run of any length ----------------------------------------------------------------------------------------------
 
 
 def run_config(folder: Path, name: str, *, port: int, lr: float = 1e-6) -> RunConfig:
@@ -40,21 +104,19 @@ def write_run(config: RunConfig, *, steps: int, servers: int) -> None:
     create_run_folder(config.paths, config)
     initial_model(config)
     root = config.paths.root
-    lines = [json.dumps(step_record(step, steps)) for step in range(1, steps + 1)]
+    records = [step_record(step, steps) for step in range(1, steps + 1)]
     for version in range(0, steps, max(1, steps // 20)):
-        lines.insert(min(version * 2, len(lines)), json.dumps(_evaluation(version, steps)))
-    config.paths.metrics.write_text("".join(f"{line}\n" for line in lines))
+        records.insert(min(version * 2, len(records)), _evaluation(version, steps))
+    append(config.paths.metrics, *records)
     (root / "servers.json").write_text(json.dumps(servers_record(steps, servers)))
-    history = [
-        {"time_s": 10.0 * i, "step": 8 * i, "server_count": servers, "tokens_per_s": 900.0 * servers, "lag_max": 1}
-        for i in range(30)
-    ]
-    (root / "servers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in history))
-    (root / "events.jsonl").write_text(
-        "".join(
-            f"{json.dumps(event(steps // 3 + i, kind))}\n" for i, kind in enumerate(("throttle", "restart", "warning"))
-        )
+    append(
+        root / "servers.jsonl",
+        *(
+            {"time_s": 10.0 * i, "step": 8 * i, "server_count": servers, "tokens_per_s": 900.0 * servers, "lag_max": 1}
+            for i in range(30)
+        ),
     )
+    append(root / "events.jsonl", *(event(steps // 3 + i, kind) for i, kind in enumerate(KINDS)))
     start = {
         "started_at": STARTED_S, "command": f"slipstream up {HOSTILE}", "folder": HOSTILE, "python": "3.11.7",
         "packages": {"torch": "2.13.0"}, "git": {"commit": "4d793dd9", "changed": True},
@@ -62,7 +124,7 @@ def write_run(config: RunConfig, *, steps: int, servers: int) -> None:
     }  # fmt: skip
     (root / "run.json").write_text(json.dumps([start]))
     warning = {"timestamp": "2026-11-27T12:00:00Z", "level": "warning", "event": HOSTILE, "logger": "learner"}
-    (config.paths.logs / "learner.jsonl").write_text(f"{json.dumps(warning)}\n")
+    append(config.paths.logs / "learner.jsonl", warning)
     _write_samples(config, steps)
 
 
@@ -134,19 +196,33 @@ def trajectory(prompt: str, turns: Mapping[str, str], *, reward: float, version:
     for answer, observation in turns.items():
         text += answer + observation
         mask += [1] * len(answer) + [0] * len(observation)
-    middle = (len(prompt) + len(text)) // 2
-    is_action = np.array(mask, dtype=m.MASK_DTYPE)
+    ids = [TEXT.tokens.index(letter) for letter in text]
+    logprobs = -np.abs(np.sin(np.arange(len(text)))) * np.array(mask)
+    ends = {version: (len(prompt) + len(text)) // 2, version + 1: len(text)}
+    return _trajectory(ids, mask, logprobs, ends, reward, {HOSTILE: reward})
+
+
+def _trajectory(
+    ids: list[int],
+    mask: list[int],
+    logprobs: NDArray[np.float64],
+    ends: Mapping[int, int],
+    reward: float,
+    scores: dict[str, float],
+) -> m.Trajectory:
+    """A trajectory whose tokens from the first action on are of versions that end before the given tokens."""
+    starts = [mask.index(1), *ends.values()]
     return m.Trajectory(
-        token_ids=np.array([TEXT.tokens.index(letter) for letter in text], dtype=m.TOKEN_DTYPE).tobytes(),
-        action_mask=is_action.tobytes(),
-        behaviour_logprobs=(-np.abs(np.sin(np.arange(len(text)))) * is_action).astype(m.LOGPROB_DTYPE).tobytes(),
+        token_ids=np.array(ids, dtype=m.TOKEN_DTYPE).tobytes(),
+        action_mask=np.array(mask, dtype=m.MASK_DTYPE).tobytes(),
+        behaviour_logprobs=logprobs.astype(m.LOGPROB_DTYPE).tobytes(),
         spans=[
-            m.VersionSpan(version=version, start=len(prompt), end=middle),
-            m.VersionSpan(version=version + 1, start=middle, end=len(text)),
+            m.VersionSpan(version=version, start=start, end=end)
+            for start, (version, end) in zip(starts, ends.items(), strict=False)
         ],
         reward=reward,
-        scores={HOSTILE: reward},
-        finish_reason="stop",
+        scores=scores,
+        finish_reason="length",
     )
 
 

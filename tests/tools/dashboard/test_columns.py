@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.tools.dashboard.columns import MetricsTable, Table, numbers, thinned
 from slipstream.tools.follow import PART_BYTES
-from tests.tools.dashboard.served import append, step
+from tests.tools.dashboard.recorded import append, step
 
 
 @given(

@@ -12,7 +12,7 @@ import pytest
 from slipstream.tools.dashboard.report import DATA_BYTES, page
 from tests.tools.conftest import CommandLine
 from tests.tools.dashboard.chromium import EXECUTABLE, chromium
-from tests.tools.dashboard.served import HOSTILE, append, make_run, step
+from tests.tools.dashboard.recorded import HOSTILE_TEXT, append, make_run, step
 
 
 def embedded(file: Path) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def test_report_holds_the_page_and_the_answers_to_it(cli: CommandLine, tmp_path:
     assert [sample["kind"] for sample in listed] == ["step"] * 4 + ["eval"]
     assert all(data[f"runs/b/samples/{sample['id']}"]["stretches"] for sample in listed)
     assert len(data["runs/a/prompts/5"]["samples"]) == 4
-    assert data["runs/a/events"][0]["text"] == HOSTILE.replace("\ud800", "?")
+    assert data["runs/a/events"][0]["text"] == HOSTILE_TEXT.replace("\ud800", "?")
 
 
 def test_report_loads_nothing_and_runs_only_the_page(tmp_path: Path) -> None:
-    text = page({"runs": [{"id": f"</script>{HOSTILE}<!--"}]}).decode()
+    text = page({"runs": [{"id": f"</script>{HOSTILE_TEXT}<!--"}]}).decode()
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)

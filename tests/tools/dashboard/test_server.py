@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from slipstream.configs.paths import LEARNER, RunPaths, hold_run_lock
 from slipstream.tools.dashboard.columns import MetricsTable
 from tests.conftest import free_port
 from tests.tools.conftest import CommandLine
-from tests.tools.dashboard.served import HOSTILE, Server, append, evaluation, make_run, served, step
+from tests.tools.dashboard.recorded import HOSTILE_TEXT, append, evaluation, make_run, step
+from tests.tools.dashboard.served import Server, served
 from tests.tools.ledger.conftest import embedded, play
 from tests.tools.run_command import DEADLINE_S
 
@@ -24,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs `a` and `b`, and one of which only metrics are left."""
     folder = tmp_path_factory.mktemp("dashboard")
     make_run(folder, "a")
-    make_run(folder, "b", "learner.steps=70")
+    make_run(folder, "b", "learner.steps=70", "run.port_base=20000")
     bare = folder / "runs" / "bare"
     bare.mkdir()
     append(bare / "metrics.jsonl", step(1))
@@ -64,6 +66,7 @@ def test_comparison_has_the_keys_that_differ(server: Server) -> None:
     keys = {row["key"]: row["values"] for row in server.get("compare", runs="a,b")["keys"]}
     assert keys["learner.steps"] == {"a": 400, "b": 70}
     assert "model.build" not in keys
+    assert not any("port" in key for key in keys), "they follow from run.port_base"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +164,18 @@ def test_groups_and_account_come_from_a_copy_that_ends_with_the_server(tmp_path:
         assert {"rows", "total", "groups"} <= server.get("runs/a/account").keys()
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert len(workers) == 2, "one reader and one copy, however many requests"
+        psutil.Process(server.process.pid).children()[0].kill()
+        assert server.client.get("/api/runs/a/groups").status_code in (200, 404)
+        assert server.get("runs/a/groups")["total"] > 0, "by a new reader"
+        workers += psutil.Process(server.process.pid).children(recursive=True)
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
-@pytest.mark.parametrize("what", ["groups", "groups/1", "account"])
-def test_a_ledger_that_is_not_there_is_named(server: Server, what: str) -> None:
-    assert "redis" in server.get(f"runs/a/{what}", status=404)["error"]
+def test_a_ledger_that_is_not_there_is_named_to_all_who_ask_at_once(server: Server) -> None:
+    with ThreadPoolExecutor() as threads:
+        asked = ("groups", "groups/1", "account", "groups/2")
+        for answer in threads.map(lambda what: server.get(f"runs/a/{what}", status=404), asked):
+            assert "redis" in answer["error"]
 
 
 # --- live files -------------------------------------------------------------------------------------------------------
@@ -222,7 +231,7 @@ def test_stream_follows_the_files_and_resumes_without_a_gap(server: Server, runs
         assert stream.next("event")["text"] == "first"
         seen = stream.last_id
     append(metrics, step(6, entropy=float("nan")), step(7))
-    append(runs / "b" / "events.jsonl", {"kind": "warning", "text": HOSTILE})
+    append(runs / "b" / "events.jsonl", {"kind": "warning", "text": HOSTILE_TEXT})
     with Stream(server, "b", **{"Last-Event-ID": seen}) as stream:
         assert stream.next("step") == step(6, entropy=None)
         assert stream.next("step")["step"] == 7
@@ -324,7 +333,7 @@ def test_a_line_that_is_no_record_costs_that_line_only(tmp_path: Path, line: byt
 def test_hostile_text_is_data(server: Server) -> None:
     reply = server.client.get("/api/runs/a/events")
     assert reply.headers["content-type"] == "application/json"
-    assert reply.json()[0]["text"] == HOSTILE.replace("\ud800", "?")
+    assert reply.json()[0]["text"] == HOSTILE_TEXT.replace("\ud800", "?")
 
 
 def test_missing_files_are_normal(server: Server, runs: Path) -> None:

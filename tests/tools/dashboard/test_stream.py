@@ -11,7 +11,7 @@ from slipstream.configs.paths import RunPaths
 from slipstream.tools.dashboard import stream
 from slipstream.tools.dashboard.runs import Run
 from slipstream.tools.dashboard.stream import Feed, Position
-from tests.tools.dashboard.served import append, step
+from tests.tools.dashboard.recorded import append, step
 
 DEADLINE_S = 60.0
 

@@ -117,6 +117,21 @@ def test_spans_of_a_skewed_clock_are_aligned(cli: CommandLine, played: RunConfig
     assert "tracking.trace" not in cli.out
 
 
+def test_spans_whose_step_was_dropped_are_shown(cli: CommandLine, played: RunConfig) -> None:
+    write_metrics(played)
+    with played.paths.metrics.open("a") as file:
+        file.write('{"kind": "step", "step": 3}\n{"step": 4}\n')
+    start_tracing("file", played.paths.traces, run=played.run.name, process="learner", instance="learner-0")
+    now_ns = time.time_ns()
+    record("train", now_ns, now_ns + 1000, of=("step", 9))
+    record("lease", now_ns, now_ns + 1000, of=("step", 9), groups=["1"])
+    tracing.stop_tracing()
+    assert "learner-0" not in {each["track"] for each in timeline(cli, played, "--step", 1)}
+    (played.paths.root / "out.json").unlink()
+    assert cli("trace", played.paths.root, "--step", 1, "--out", "/proc/trace.json") == 2
+    assert "/proc/trace.json" in cli.err
+
+
 def test_crashed_run_is_read_from_its_folder(cli: CommandLine, crashed: RunConfig) -> None:
     assert {each["track"] for each in timeline(cli, crashed, "--group", "3")} == {"ledger", SERVER}
 

@@ -139,6 +139,15 @@ def test_poisoned_group_is_found_and_shown(
     assert "interrupted after 4 replays" in cli.out.splitlines()[-1]
 
 
+def test_steps_of_one_group_get_the_learning_rate_tried(cli: CommandLine, make: Callable[..., MadeRun]) -> None:
+    run = make("learner.groups_per_step=1", "rollout.group_size=4", *UNPROTECTED, steps=4, poison={3: garbage})
+    words = ("--metric", "grad_norm", "--above", "10", "--confirm", "1", "--window", "2")
+    found = bisected(cli, run, *words)
+    assert (found["groups"], found["replays"]) == ([], 2)
+    assert "groups_per_step" in found["verdict"]
+    assert found["lr_effect"] is not None
+
+
 @heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -101,6 +101,15 @@ def test_settings_that_act_on_training_come_first(tmp_path: Path) -> None:
     assert differences(a, a) == []
 
 
+def test_ports_differ_only_where_they_were_set(tmp_path: Path) -> None:
+    a, b = (demo_config(tmp_path, f"run.port_base={base}") for base in (20000, 30000))
+    assert a.redis.port != b.redis.port
+    assert differences(a, b) == []
+    assert differences(a, demo_config(tmp_path)) == []
+    by_hand = demo_config(tmp_path, "run.port_base=30000", "weights.store_port=40000")
+    assert [(one.key, one.a, one.b) for one in differences(a, by_hand)] == [("weights.store_port", 20003, 40000)]
+
+
 def test_settings_with_effects_exist() -> None:
     assert [prefix for prefix in EFFECTS if not exists(prefix)] == []
 
