@@ -63,12 +63,6 @@ class EventLog(logging.Handler):
 
     def _append(self, kind: EventKind, text: str, step: int | None, fields: Mapping[str, Any], *, alike: str) -> None:
         """Appends an event, unless there were MOST_ALIKE of its kind and `alike` before."""
-        with self._writing:
-            self._counts[kind, alike] += 1
-            count = self._counts[kind, alike]
-        if self._is_broken or count > MOST_ALIKE:
-            return
-        last = {"further_ones": "not kept"} if count == MOST_ALIKE else {}
         event = {
             "time_s": time.monotonic() - self._started,
             "at": time.time(),
@@ -78,6 +72,11 @@ class EventLog(logging.Handler):
         }
         try:
             with self._writing:
+                self._counts[kind, alike] += 1
+                count = self._counts[kind, alike]
+                if self._is_broken or count > MOST_ALIKE:
+                    return
+                last = {"further_ones": "not kept"} if count == MOST_ALIKE else {}
                 append_record(self._path, {**fields, **event, **last})
         except OSError as error:
             self._is_broken = True  # first: the warning comes here too

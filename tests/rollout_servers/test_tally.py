@@ -101,7 +101,9 @@ async def test_failed_group_has_all_its_tokens_under_its_reason(model: Path) -> 
     with pytest.raises(EpisodeFailed) as failed:
         await play_group(player, ticket_for(m.TRAIN, samples=2, greedy=True), tally, on_generated=lambda: None)
     assert failed.value.reason == "generation_timeout"
-    assert tally.unused.total() == tally.sampled == 2 + 1 + 2
+    # The greedy answer may have been cancelled before it had a token.
+    assert tally.unused.total() == tally.sampled
+    assert tally.sampled in (2 + 1, 2 + 1 + 2)
 
 
 async def test_label_of_a_mixture_names_the_env(model: Path) -> None:

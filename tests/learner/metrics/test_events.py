@@ -56,9 +56,11 @@ def test_repeated_events_are_bounded(events: EventLog, tmp_path: Path, monkeypat
         thread.join()
     for number in range(5):
         logging.getLogger("other.package").warning(f"object {number}")
-    texts = [event["text"] for event in read(tmp_path)]
-    assert (texts.count("a"), texts.count("b"), texts[6:]) == (3, 3, ["object 0", "object 1", "object 2"])
-    assert [event["text"] for event in read(tmp_path) if "further_ones" in event] == [*texts[4:6], "object 2"]
+    found = read(tmp_path)
+    for text in ("a", "b", "object"):
+        alike = [event for event in found if event["text"].startswith(text)]
+        assert ["further_ones" in event for event in alike] == [False, False, True]
+    assert [event["text"] for event in found[6:]] == ["object 0", "object 1", "object 2"]
 
 
 def test_restart_appends_and_a_full_disk_ends_the_events(events: EventLog, tmp_path: Path) -> None:
