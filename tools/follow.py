@@ -78,9 +78,12 @@ class JsonLinesFollower:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """A numeric field, or None where it is missing or not a number."""
+    """A numeric field, or None where it is missing, not a number, or beyond a float."""
     value = record.get(key)
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def parse_lines(text: bytes) -> list[Record]:

@@ -102,9 +102,10 @@ def report(folder: RunPaths) -> None:
 def read_summary(folder: RunPaths) -> Any:
     """The metrics of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
     try:
-        return json.loads(folder.summary.read_text(encoding="utf-8"))
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    return summary if isinstance(summary, dict) else None
 
 
 def extend_summary(folder: RunPaths, **entries: Any) -> None:

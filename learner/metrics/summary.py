@@ -23,7 +23,7 @@ Metrics = Mapping[str, Any]
 
 
 def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
-    """These fields of the records of a metrics file; a truncated line is left out. Raises: OSError."""
+    """These fields of the records of a metrics file; a damaged line is left out. Raises: OSError."""
     records = []
     with path.open("rb") as lines:
         for line in lines:
@@ -31,7 +31,8 @@ def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            records.append({key: record[key] for key in keys & record.keys()})
+            if isinstance(record, dict):
+                records.append({key: record[key] for key in keys & record.keys()})
     return records
 
 

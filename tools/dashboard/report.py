@@ -28,7 +28,7 @@ GROUPS: Final = 200
 SERIES_BYTES: Final = 3 << 20
 """Of the curves of all runs; they are thinned to fit."""
 DATA_BYTES: Final = 4_700_000
-"""Of everything; tokens of samples are left out, the oldest first, until it fits. With the page it is below 5 MB."""
+"""Of everything; tokens of samples are left out, the oldest first, until it fits. With the page: below 5 MB."""
 EVENTS: Final = 1000
 """Of each run, the latest."""
 NUMBER_BYTES: Final = 10

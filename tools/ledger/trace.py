@@ -41,8 +41,8 @@ LAST_STATE_S: Final = 0.001
 
 
 @dataclass
-class Story:
-    """What is known of some groups and steps."""
+class Selection:
+    """Groups and steps to show, and the records of them."""
 
     run: str
     name: str
@@ -92,23 +92,25 @@ def command(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     folder, config = find_run(arguments.run)
     metrics = _metrics(folder)
-    story = _story(config.run.name, arguments, latest=max(metrics, default=0))
-    problem = _read_ledger(arguments.run, story)
-    others = _complete(story, read_spans(folder.traces))
-    story.metrics = {step: metrics[step] for step in story.steps if step in metrics}
-    spans = _of_interest(story, read_spans(folder.traces), others)
-    shifts = clock_shifts(story.records, spans)
-    story.spans = _meanwhile(story, [_moved(span, shifts) for span in spans], others)
-    slices = timeline(story)
+    selection = _selection(config.run.name, arguments, latest=max(metrics, default=0))
+    problem = _read_ledger(arguments.run, selection)
+    others = _complete(selection, read_spans(folder.traces))
+    selection.metrics = {step: metrics[step] for step in selection.steps if step in metrics}
+    spans = _of_interest(selection, read_spans(folder.traces), others)
+    shifts = clock_shifts(selection.records, spans)
+    selection.spans = _meanwhile(selection, [_moved(span, shifts) for span in spans], others)
+    slices = timeline(selection)
     if not slices:
         raise SlipstreamError(
-            f"nothing is known of {story.name} of run {folder.name}: "
+            f"nothing is known of {selection.name} of run {folder.name}: "
             + (problem or "it does not exist, or the ledger has forgotten it (buffer.retention)")
         )
-    out: Path = arguments.out or Path(f"trace-{folder.name}-{story.name.replace(' ', '-')}.json")
+    out: Path = arguments.out or Path(f"trace-{folder.name}-{selection.name.replace(' ', '-')}.json")
     tracks = _tracks(slices)
     try:
-        out.write_text(trace_events(slices, tracks, about={"run": story.run, "subject": story.name}), encoding="utf-8")
+        out.write_text(
+            trace_events(slices, tracks, about={"run": selection.run, "subject": selection.name}), encoding="utf-8"
+        )
     except OSError as error:
         raise ConfigError(f"{out} can't be written: {error.strerror}; --out names another place") from None
     for host, shift_s in shifts.items():
@@ -129,26 +131,26 @@ def _metrics(folder: RunPaths) -> dict[int, Mapping[str, Any]]:
     return {record["step"]: record for record in records if record["kind"] == "step"}
 
 
-def _story(run: str, arguments: argparse.Namespace, *, latest: int) -> Story:
+def _selection(run: str, arguments: argparse.Namespace, *, latest: int) -> Selection:
     if arguments.group is not None:
-        return Story(run, f"group {arguments.group}", group_ids=[arguments.group])
+        return Selection(run, f"group {arguments.group}", group_ids=[arguments.group])
     if arguments.step is not None:
-        return Story(run, f"step {arguments.step}", [arguments.step])
+        return Selection(run, f"step {arguments.step}", [arguments.step])
     first = max(1, latest - arguments.last + 1)
-    return Story(run, f"steps {first} to {latest}", list(range(first, latest + 1)))
+    return Selection(run, f"steps {first} to {latest}", list(range(first, latest + 1)))
 
 
-def _read_ledger(run: str | None, story: Story) -> str:
-    """Adds the groups' records to a story; returns why there are none, otherwise an empty text.
+def _read_ledger(run: str | None, selection: Selection) -> str:
+    """Adds the groups' records to a selection; returns why there are none, otherwise an empty text.
 
     Raises: ConfigError when the ledger is not that of the run.
     """
 
     async def work(opened: OpenLedger) -> int:
-        if story.steps:
-            used = await opened.reader.used_in(story.steps[0] - 1, story.steps[-1] - 1)
-            story.group_ids = [group_id for step in sorted(used) for group_id in sorted(used[step], key=int)]
-        story.records = {record.id: record for record in await opened.reader.histories(story.group_ids)}
+        if selection.steps:
+            used = await opened.reader.used_in(selection.steps[0] - 1, selection.steps[-1] - 1)
+            selection.group_ids = [group_id for step in sorted(used) for group_id in sorted(used[step], key=int)]
+        selection.records = {record.id: record for record in await opened.reader.histories(selection.group_ids)}
         return 0
 
     try:
@@ -163,40 +165,40 @@ def _read_ledger(run: str | None, story: Story) -> str:
 # --- spans: read twice, because the files of a long run are too large to be kept --------------------------------------
 
 
-def _complete(story: Story, spans: Iterable[TracedSpan]) -> set[str]:
+def _complete(selection: Selection, spans: Iterable[TracedSpan]) -> set[str]:
     """Adds the steps that used the group, or groups that only the learner's spans still know.
 
     Returns: the traces of all groups and steps.
     """
-    steps = {step + 1 for record in story.records.values() for step in record.steps}
-    known, traces = set(story.group_ids), set[str]()
+    steps = {step + 1 for record in selection.records.values() for step in record.steps}
+    known, traces = set(selection.group_ids), set[str]()
     for span in spans:
         if span.attributes.keys() & {"group", "step"}:
             traces.add(span.trace)
         step = span.attributes.get("step")
         if span.name == "lease" and step is not None and (leased := span.attributes.get("groups")):
-            if step in story.steps:
-                story.group_ids += [group_id for group_id in leased if group_id not in known]
+            if step in selection.steps:
+                selection.group_ids += [group_id for group_id in leased if group_id not in known]
                 known.update(leased)
             elif known.intersection(leased):
                 steps.add(step)
-    story.steps = story.steps or sorted(steps)
+    selection.steps = selection.steps or sorted(steps)
     return traces
 
 
-def _of_interest(story: Story, spans: Iterable[TracedSpan], others: Set[str]) -> list[TracedSpan]:
-    """Spans of a story's groups and steps, and those of no group and no step."""
-    wanted = {derived_ids(story.run, "group", group_id)[0] for group_id in story.group_ids}
-    wanted |= {derived_ids(story.run, "step", step)[0] for step in story.steps}
+def _of_interest(selection: Selection, spans: Iterable[TracedSpan], others: Set[str]) -> list[TracedSpan]:
+    """Spans of a selection's groups and steps, and those of no group and no step."""
+    wanted = {derived_ids(selection.run, "group", group_id)[0] for group_id in selection.group_ids}
+    wanted |= {derived_ids(selection.run, "step", step)[0] for step in selection.steps}
     return [span for span in spans if span.trace in wanted or span.trace not in others]
 
 
-def _meanwhile(story: Story, spans: Sequence[TracedSpan], others: Set[str]) -> list[TracedSpan]:
-    """Spans of a story's groups and steps, and of the others those at the same time."""
+def _meanwhile(selection: Selection, spans: Sequence[TracedSpan], others: Set[str]) -> list[TracedSpan]:
+    """Spans of a selection's groups and steps, and of the others those at the same time."""
     times = [time_s for span in spans if span.trace in others for time_s in (span.start_s, span.end_s)]
-    times += [event.at for record in story.records.values() for event in record.history if event.state != "durable"]
+    times += [event.at for record in selection.records.values() for event in record.history if event.state != "durable"]
     first_s, last_s = min(times, default=math.inf), max(times, default=-math.inf)
-    ids = set(story.group_ids)
+    ids = set(selection.group_ids)
     return [
         span
         for span in spans
@@ -248,15 +250,20 @@ def _moved(span: TracedSpan, shifts: Mapping[str, float]) -> TracedSpan:
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def timeline(story: Story) -> list[Slice]:
-    """All slices of a story."""
-    traced_groups = {span.attributes["group"] for span in story.spans if span.name == "group"}
-    traced_steps = {span.attributes["step"] for span in story.spans if span.name == "step"}
+def timeline(selection: Selection) -> list[Slice]:
+    """All slices of a selection."""
+    traced_groups = {span.attributes["group"] for span in selection.spans if span.name == "group"}
+    traced_steps = {span.attributes["step"] for span in selection.spans if span.name == "step"}
     return [
-        *(each for record in story.records.values() for each in _states(record)),
-        *(each for record in story.records.values() if record.id not in traced_groups for each in _in_flight(record)),
-        *(each for step in story.metrics if step not in traced_steps for each in _phases(story, step)),
-        *(_span_slice(story, span) for span in story.spans),
+        *(each for record in selection.records.values() for each in _states(record)),
+        *(
+            each
+            for record in selection.records.values()
+            if record.id not in traced_groups
+            for each in _in_flight(record)
+        ),
+        *(each for step in selection.metrics if step not in traced_steps for each in _phases(selection, step)),
+        *(_span_slice(selection, span) for span in selection.spans),
     ]
 
 
@@ -280,9 +287,9 @@ def _in_flight(record: GroupRecord) -> Iterator[Slice]:
             yield Slice(server, name, event.at, following.at, facts, flows=[name])
 
 
-def _phases(story: Story, step: int) -> Iterator[Slice]:
+def _phases(selection: Selection, step: int) -> Iterator[Slice]:
     """The learner's phases in a step by its metrics, placed by the time of its entry in the ledger."""
-    metrics, trained_at = story.metrics[step], story.trained_at(step)
+    metrics, trained_at = selection.metrics[step], selection.trained_at(step)
     if trained_at is None:
         return
     train_s, wait_s = metrics["train_s"], metrics["wait_s"]
@@ -291,19 +298,19 @@ def _phases(story: Story, step: int) -> Iterator[Slice]:
     key = f"step {step}"
     yield Slice(LEARNER, key, start_s, start_s + metrics["step_s"], facts, key=key)
     yield Slice(LEARNER, "wait", start_s, start_s + wait_s, parent=key)
-    flows = [f"group {group_id}" for group_id in story.groups_of(step)]
+    flows = [f"group {group_id}" for group_id in selection.groups_of(step)]
     yield Slice(LEARNER, "train", start_s + wait_s, trained_at, parent=key, flows=flows)
     yield Slice(LEARNER, "publish", trained_at, trained_at + metrics.get("publish_s", 0.0), parent=key)
 
 
-def _span_slice(story: Story, span: TracedSpan) -> Slice:
+def _span_slice(selection: Selection, span: TracedSpan) -> Slice:
     named, flows = span.attributes.get(span.name), list[str]()
     if span.name == "group":
         flows = [f"group {named}"]
     elif span.name == "train":
         # Of another step, if the span that has its number was dropped.
-        steps = [step for step in story.steps if derived_ids(story.run, "step", step)[0] == span.trace]
-        flows = [f"group {group_id}" for step in steps for group_id in story.groups_of(step)]
+        steps = [step for step in selection.steps if derived_ids(selection.run, "step", step)[0] == span.trace]
+        flows = [f"group {group_id}" for step in steps for group_id in selection.groups_of(step)]
     return Slice(
         span.process,
         span.name if named is None else f"{span.name} {named}",

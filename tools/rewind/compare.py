@@ -114,7 +114,11 @@ def _groups(folder: RunPaths) -> dict[int, list[str]]:
         records = parse_lines(folder.steps.read_bytes())
     except FileNotFoundError:
         return {}
-    return {int(record["step"]): list(map(str, record["groups"])) for record in records if "groups" in record}
+    return {
+        record["step"]: list(map(str, record["groups"]))
+        for record in records
+        if isinstance(record.get("step"), int) and isinstance(record.get("groups"), list)
+    }
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
@@ -165,10 +169,17 @@ def metric_differences(a: RunMetrics, b: RunMetrics) -> list[MetricDifference]:
 
 def _evaluations(a: RunMetrics, b: RunMetrics) -> Iterator[MetricDifference]:
     """The evaluations' score: it parts where the intervals of a policy version, and of the next one, don't overlap."""
-    ours, theirs = ({record.get("policy_version"): record for record in run.evaluations} for run in (a, b))
+    ours, theirs = (
+        {
+            record["policy_version"]: record
+            for record in run.evaluations
+            if isinstance(record.get("policy_version"), int)
+        }
+        for run in (a, b)
+    )
     differs_at, apart, last = None, None, None
-    for version in sorted(version for version in ours.keys() & theirs.keys() if isinstance(version, int)):
-        one, other, step = ours[version], theirs[version], int(ours[version].get("step", 0))
+    for version in sorted(ours.keys() & theirs.keys()):
+        one, other, step = ours[version], theirs[version], int(number(ours[version], "step") or 0)
         x, y = number(one, "score"), number(other, "score")
         if x is None or y is None:
             continue

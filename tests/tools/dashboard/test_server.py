@@ -171,7 +171,7 @@ def test_groups_and_account_come_from_a_copy_that_ends_with_the_server(tmp_path:
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
-def test_a_ledger_that_is_not_there_is_named_to_all_who_ask_at_once(server: Server) -> None:
+def test_missing_ledger_is_named_to_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor() as threads:
         asked = ("groups", "groups/1", "account", "groups/2")
         for answer in threads.map(lambda what: server.get(f"runs/a/{what}", status=404), asked):
@@ -241,7 +241,7 @@ def test_stream_follows_the_files_and_resumes_without_a_gap(server: Server, runs
     assert server.get("runs/b/series", keys="reward")["step"] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_clients_of_a_run_that_was_started_over_are_told(server: Server, runs: Path) -> None:
+def test_stream_of_a_run_that_was_started_over_is_reset(server: Server, runs: Path) -> None:
     metrics = runs / "bare" / "metrics.jsonl"
     with Stream(server, "bare") as stream:
         stream.next("state")
@@ -272,7 +272,7 @@ def test_loopback_names_are_answered_under_a_strict_policy(server: Server, host:
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_page_of_another_site_may_link_but_not_ask(server: Server) -> None:
+def test_requests_of_another_sites_page_are_refused(server: Server) -> None:
     foreign = {"Sec-Fetch-Site": "cross-site"}
     assert server.client.get("/", headers=foreign).status_code == 200
     assert server.client.get("/api/runs", headers=foreign).status_code == 403

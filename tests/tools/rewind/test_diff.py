@@ -195,6 +195,23 @@ def test_equal_runs_and_too_short_ones(cli: CommandLine, make: Callable[..., Pat
     assert "absent" in cli.err
 
 
+def test_damaged_lines_cost_themselves_and_names_are_escaped(cli: CommandLine, make: Callable[..., Path]) -> None:
+    a, b = (make(name, metrics={"\x1b[31mred": noisy(seed)}) for name, seed in (("a", 4), ("b", 5)))
+    lines = [
+        "null", "[1]", '{"kind": "eval", "policy_version": [1], "score": 1}', '{"kind": "step", "step": "x"}',
+        '{"kind": "step", "step": 201, "time_s": 201, "reward": ' + "9" * 400 + "}",
+    ]  # fmt: skip
+    for folder in (a, b):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        (folder / "steps.jsonl").write_text('{"step": "x", "groups": 5}\n{"step": 1, "groups": ["1"]}\n')
+    found = diff(cli, a, b)
+    assert [one["name"] for one in found["metrics"]] == ["\x1b[31mred"]
+    assert found["other_groups_at"] is None
+    assert "[31mred" in cli.out
+    assert "\x1b" not in cli.out
+
+
 def test_data_is_compared_by_the_ledgers_identities(
     cli: CommandLine, redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
