@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -217,12 +218,13 @@ def test_close_does_not_wait_for_group_forming(learner: Learner, join: Join) -> 
 def test_late_old_version_keeps_newer_differences_valid(
     learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, go_on = threading.Event(), threading.Event()
+    go_on = threading.Event()
     on_host = Publication.on_host
+    calls = Counter[int]()
 
     async def on_host_later(publication: Publication) -> Snapshot:
-        if publication.version == 2 and not held.is_set():
-            held.set()
+        calls[publication.version] += 1
+        if (publication.version, calls[2]) == (2, 2):  # the first call is for the difference, which reads version 1
             await asyncio.to_thread(go_on.wait, PATIENCE_S)
         return await on_host(publication)
 
@@ -241,6 +243,35 @@ def test_late_old_version_keeps_newer_differences_valid(
     for member in (*members, join("late")):
         assert same(member.wait_for(4), learner.sent[4])
         assert member.evictions == []
+
+
+@pytest.mark.parametrize("transport", ["file"])
+def test_base_of_a_difference_is_not_overwritten(learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    on_host = Publication.on_host
+
+    async def on_host_later(publication: Publication) -> Snapshot:
+        if publication.version == 2 and not reached.is_set():
+            reached.set()
+            await asyncio.to_thread(go_on.wait, PATIENCE_S)
+        return await on_host(publication)
+
+    member = join("one")
+    gathered(learner, "one")
+    learner.publish(1)
+    learner.wait()
+    monkeypatch.setattr(Publication, "on_host", on_host_later)
+    learner.publish(2)
+    assert reached.wait(PATIENCE_S)
+    reclaiming = threading.Thread(target=learner.publisher.reclaim)  # before the next snapshot, in place of version 1
+    reclaiming.start()
+    reclaiming.join(0.3)
+    assert reclaiming.is_alive()
+    go_on.set()
+    reclaiming.join(PATIENCE_S)
+    learner.publish(3)
+    assert same(member.wait_for(3), learner.sent[3])
+    assert member.evictions == []
 
 
 @pytest.mark.parametrize("rolling", [True])
