@@ -191,6 +191,11 @@ def new_file(text: str) -> Path:
     return path
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped: a terminal would obey them."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 def table_console(*, min_width: int) -> "Console":
     """A console of at least `min_width` columns: rich truncates tables to the width, a terminal only wraps lines."""
     from rich.console import Console

@@ -27,9 +27,9 @@ from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
-from slipstream.tools.cli import at_least, table_console
+from slipstream.tools.cli import at_least, printable, table_console
 from slipstream.tools.plugins import listed, options_of
-from slipstream.tools.transcript import Stretch, printable, stretches
+from slipstream.tools.transcript import Stretch, stretches
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.engines.base import Engine

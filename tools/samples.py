@@ -13,10 +13,10 @@ from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.metrics.samples import Kind, Sample, read_samples
 from slipstream.models.folder import Decode
-from slipstream.tools.cli import at_least
+from slipstream.tools.cli import at_least, printable
 from slipstream.tools.follow import json_text
 from slipstream.tools.ledger.open import RUN_HELP, find_run
-from slipstream.tools.transcript import printable, run_decoder, stretches, text_of
+from slipstream.tools.transcript import run_decoder, stretches, text_of
 
 ORDERS: Final[Mapping[str, Callable[[Sample], float]]] = {
     "best": lambda sample: -sample.trajectory.reward,

@@ -17,9 +17,8 @@ from slipstream.configs.paths import RunPaths, is_run_locked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.learner.metrics.summary import read_records
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.follow import MISSING, Record, number
-from slipstream.tools.transcript import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.dashboard.runs import TAIL_BYTES, Run
 from slipstream.tools.follow import JsonLinesFollower, number
 from slipstream.tools.launch.progress import (
@@ -33,7 +33,6 @@ from slipstream.tools.launch.progress import (
     table,
 )
 from slipstream.tools.ledger.open import RUN_HELP, find_folder
-from slipstream.tools.transcript import printable
 
 EVERY_S: Final = 0.5
 MIN_COLUMNS: Final = 110

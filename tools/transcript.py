@@ -13,6 +13,7 @@ from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.model import ModelConfig
 from slipstream.models.folder import Decode, model_folder, text_decoder
+from slipstream.tools.cli import printable
 
 SHOWN_CHARACTERS: Final = 4000
 """Characters that are shown of one stretch of text."""
@@ -94,8 +95,3 @@ def text_of(trajectory: Trajectory, decode: Decode) -> str:
         text = stretch.text[:SHOWN_CHARACTERS] + (f"… ({left_out:,} characters more)" if left_out > 0 else "")
         lines += [f"  | {printable(line)}" for line in text.split("\n")]
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """The text with control characters escaped: a terminal would obey them."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

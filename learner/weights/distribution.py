@@ -180,7 +180,9 @@ class Distribution:
         ]
         older = [publication for publication in self._under_way if publication is not self._latest]
         if self._latest is not None and self._latest.before is not None:
-            older.append(self._latest.before)  # no longer under way, but the base of a difference that is being prepared
+            older.append(
+                self._latest.before
+            )  # no longer under way, but the base of a difference that is being prepared
         if self._reclaiming is not None and not any(publication.readers for publication in older):
             self._release_older()
             self._reclaiming.set_result(None)

@@ -12,14 +12,13 @@ from typing import Any, Final
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
-from slipstream.tools.cli import at_least, new_file
+from slipstream.tools.cli import at_least, new_file, printable
 from slipstream.tools.dashboard.columns import MOST_POINTS
 from slipstream.tools.dashboard.command import places
 from slipstream.tools.dashboard.ledgers import LedgerError, Ledgers
 from slipstream.tools.dashboard.runs import Run, Runs, catalogue, compare
 from slipstream.tools.dashboard.samples import PROMPTS, Samples, Selection
 from slipstream.tools.follow import json_bytes
-from slipstream.tools.transcript import printable
 
 PAGE: Final = Path(__file__).parent / "page"
 SAMPLES: Final = 64

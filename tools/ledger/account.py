@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.buffer.store.account import Account, Tokens, account
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
-from slipstream.tools.transcript import printable
 
 MOST_ROWS = 20
 """Rows shown, those with the most tokens; the others are summed up."""

@@ -17,9 +17,9 @@ from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group, LedgerCounts, Trajectory
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.models.folder import Decode
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
-from slipstream.tools.transcript import decoder_or_reason, printable, text_of
+from slipstream.tools.transcript import decoder_or_reason, text_of
 
 LATEST = 5
 """Number of ids shown for each state."""

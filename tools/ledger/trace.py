@@ -21,10 +21,9 @@ from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.tracing import TracedSpan, derived_ids, read_spans
 from slipstream.learner.metrics.summary import read_records
-from slipstream.tools.cli import at_least, new_file
+from slipstream.tools.cli import at_least, new_file, printable
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, find_run, with_ledger
 from slipstream.tools.ledger.trace_events import Slice, trace_events
-from slipstream.tools.transcript import printable
 
 LEDGER: Final = "ledger"
 """Track of the groups' states."""

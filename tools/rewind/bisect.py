@@ -15,7 +15,7 @@ from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.trainers.rl.replay import Answer, NothingLeftError
-from slipstream.tools.cli import at_least
+from slipstream.tools.cli import at_least, printable
 from slipstream.tools.follow import json_text
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.recording import Recording
@@ -23,7 +23,6 @@ from slipstream.tools.rewind.replay import replay
 from slipstream.tools.rewind.search import most_tests, smallest
 from slipstream.tools.rewind.series import Condition, Jump, RunMetrics, Series, crossing, jump, read_metrics
 from slipstream.tools.rewind.suspects import Suspect, print_suspects, suspect_json
-from slipstream.tools.transcript import printable
 
 POLICY_METRICS: Final = ("grad_norm", "kl_k3", "kl_k1", "entropy", "ess", "loss", "clip_fraction", "value_loss")
 """Metrics that a replay changes, besides which groups a step has."""

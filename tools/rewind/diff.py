@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.follow import MISSING, json_text
 from slipstream.tools.rewind.compare import Comparison, Pair, compare, read_side, shown
 from slipstream.tools.rewind.series import Parting
 from slipstream.tools.rewind.settings import Difference
-from slipstream.tools.transcript import printable
 
 MIN_COLUMNS = 100
 RUN_HELP = "the run's folder, its name under runs/, or a configuration file of it"

@@ -19,13 +19,12 @@ from slipstream.configs.runtime.logging import configure_logging
 from slipstream.learner.models.reproducibility import Surroundings
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.rl.replay import Answer
-from slipstream.tools.cli import at_least, new_file, table_console
+from slipstream.tools.cli import at_least, new_file, printable, table_console
 from slipstream.tools.follow import json_bytes
 from slipstream.tools.ledger.open import RUN_HELP
 from slipstream.tools.rewind.ranks import replay_on_ranks
 from slipstream.tools.rewind.recording import Recording
 from slipstream.tools.rewind.session import ReplayedStep, Request, Session
-from slipstream.tools.transcript import printable
 
 SHOWN: Final = (
     "reward", "loss", "grad_norm", "lr", "entropy", "kl_k3", "ess", "clip_fraction", "truncated_fraction",

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from slipstream.buffer.wire.codec import action_mask
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
-from slipstream.tools.cli import table_console
+from slipstream.tools.cli import printable, table_console
 from slipstream.tools.follow import MISSING
 from slipstream.tools.rewind.recording import Recording
-from slipstream.tools.transcript import decoder_or_reason, printable, text_of
+from slipstream.tools.transcript import decoder_or_reason, text_of
 
 MIN_COLUMNS = 120
 SHOWN_ANSWERS: Final = 2
