@@ -93,7 +93,7 @@ class Recording:
         what = f"step {first}" if first == last else f"steps {first} to {last}"
         these = ", ".join(f"{steps.start} to {steps.stop - 1}" for steps in ranges)
         raise SlipstreamError(
-            f"{what} of {self.folder.root} can't be replayed; of steps {min(self.steps)} to {max(self.steps)} "
+            f"{what} of {self.folder.root} can't be replayed; of steps {min(self.steps)} to {max(self.steps)}, "
             f"{these or 'none'} can. A replay needs a checkpoint before it ({', '.join(map(str, self.checkpoints))}; "
             "more: learner.checkpoint.keep), and all groups since then (more: buffer.keep_trained)"
         )
