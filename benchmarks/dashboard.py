@@ -28,7 +28,7 @@ VIEWS = {
     "servers": "document.querySelectorAll('.servers .row').length > 10",
     "samples": "document.querySelectorAll('.browsed .row .excerpt').length > 5",
 }
-"""When each view is complete."""
+"""For each view, a condition that holds once it is complete."""
 
 WATCH = """
 window.complete = new Promise((resolve) => {

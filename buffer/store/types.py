@@ -54,7 +54,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the tokens of a ticket come from, for the account."""
+    """Source of a ticket's tokens, for the account."""
 
     server: str = ""
     env: str = ""

@@ -46,7 +46,7 @@ class ActionTrace:
             self._values[row] = (values.target_BT[place], values.behaviour_BT[place], values.kept_BT[place], entropy_T)
 
     def columns(self) -> dict[int, ActionColumns]:
-        """What was recorded, by row; NaN for values of rows that were not reached."""
+        """The recorded values, by row; NaN in rows that were not reached."""
         advantages_BT = self._advantages_BT
         return {} if advantages_BT is None else {row: self._columns(row, advantages_BT[row]) for row in self._actions}
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.run import (
+from slipstream.configs.schema.tracking import (
     MlflowConfig,
     SwanlabConfig,
     TensorboardConfig,

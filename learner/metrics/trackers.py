@@ -19,7 +19,7 @@ from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.exposition import serve_metrics
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.base import Section
-from slipstream.configs.schema.run import TrackingConfig
+from slipstream.configs.schema.tracking import TrackingConfig
 from slipstream.learner.metrics.catalog import translate
 from slipstream.learner.metrics.destinations import Destination, Row, TrackedRun
 

@@ -23,8 +23,9 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import TRANSPORTS, SecurityConfig, Transport, WeightsConfig
-from slipstream.learner.weights.distribution import Distribution, Publication
+from slipstream.learner.weights.distribution import Distribution
 from slipstream.learner.weights.members import Roster, Rpc, SyncMetrics
+from slipstream.learner.weights.publication import Publication
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports import Transports
 from slipstream.models.device_memory import gpu_id

@@ -87,7 +87,7 @@ async def answers(runs: Runs, *, samples: int = SAMPLES) -> dict[str, Any]:
 
 
 def _of_files(runs: Runs, run: Run, *, share: int) -> dict[str, Any]:
-    """What the files hold, with curves of about `share` bytes."""
+    """The contents of a run's files, with curves of about `share` bytes."""
     columns = len(runs.series(run, points=1)["columns"])
     points = max(LEAST_POINTS, min(MOST_POINTS, share // (max(1, columns) * NUMBER_BYTES)))
     return {

@@ -44,7 +44,7 @@ class UnknownSample(SlipstreamError):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which samples, in which order.
+    """A choice of samples, and their order.
 
     Attributes:
         query: a text that prompt or answer contains, in any case.

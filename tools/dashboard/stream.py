@@ -22,7 +22,7 @@ RETRY: Final = b"retry: 1000\n\n"
 
 @dataclass(frozen=True)
 class Position:
-    """What a client has: offsets in bytes, the `id` of its last event being `metrics.events`."""
+    """Place in the files up to which a client has everything: offsets in bytes, as an event's `id` `metrics.events`."""
 
     metrics: int
     events: int

@@ -45,7 +45,7 @@ class Selection:
 
     run: str
     name: str
-    """What it is about."""
+    """Name of the selection, for messages and the file."""
     steps: list[int] = field(default_factory=list)
     """As in metrics.jsonl: the steps done after each."""
     group_ids: list[str] = field(default_factory=list)

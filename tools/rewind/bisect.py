@@ -252,7 +252,7 @@ class Search:
         return Verdict(suspects, controls, None, self._remarks(), text)
 
     def interrupted(self) -> Verdict:
-        """What is known so far: the smallest set whose removal restored the metric."""
+        """The verdict so far: the smallest set whose removal restored the metric."""
         restoring = [left_out for left_out, value in self._values.items() if self._is_restored(value)]
         text = f"interrupted after {self.replays} replays: "
         if not restoring:

@@ -25,7 +25,7 @@ GROUPS_PER_READ = 16
 
 @dataclass
 class Recording:
-    """What is left of a run's training steps; closed at the end of a `with` block, or by `close`."""
+    """The training steps of a run as its folder has them; closed at the end of a `with` block, or by `close`."""
 
     folder: RunPaths
     steps: Mapping[int, RecordedStep]

@@ -48,7 +48,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """What `metrics.jsonl` holds on a run."""
+    """The records of a run's `metrics.jsonl`."""
 
     state: str
     """`finished`, `running`, or `stopped`."""
@@ -118,7 +118,7 @@ class Parting:
 
 
 def parting(a: Series, b: Series) -> Parting | None:
-    """Where two series differ by more than their own noise; None if they don't, or are too short to tell.
+    """The first window with a difference beyond the noise of both series; None without one, or for short series.
 
     The steps that both have are cut into windows. The noise of a window's mean is estimated in each run alone, from
     the second differences of its windows' means and of its single steps (the larger of the two counts): a trend
@@ -155,7 +155,7 @@ def _parting_of_means(steps: Sequence[int], a: Series, b: Series) -> Parting | N
 
 
 def _over(a: float, b: float, drift: float, *errors: float) -> float:
-    """What the difference exceeds the drift by, in standard errors; 0 where it is rounding."""
+    """Excess of the difference over the drift, in standard errors; 0 for a difference of rounding."""
     error = math.hypot(*errors)
     over = abs(b - a) - drift
     if over <= ROUNDING * max(abs(a), abs(b)):
@@ -205,7 +205,7 @@ def _equal(a: float, b: float) -> bool:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a broken metric looks like: it is below or above a bound, or, without either, not finite."""
+    """Condition of a broken metric: below or above a bound or, without either, not finite."""
 
     below: float | None = None
     above: float | None = None

@@ -35,7 +35,7 @@ NUMBERS = ("trained", "ready", "leased", "in_flight", "evaluation")
 
 
 async def parts(store: Ledger) -> dict[str, int]:
-    """What is not zero, in all rows together; the account closes and the ledger is sound."""
+    """The entries that are not zero, of all rows together; the account closes and the ledger is sound."""
     assert await store.verify() == []
     total = (await account(store.scripts)).total
     found = {name: getattr(total, name) for name in NUMBERS} | {f"lost {why}": n for why, n in total.lost.items()}

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.run import TrackingConfig
+from slipstream.configs.schema.tracking import TrackingConfig
 from slipstream.learner.metrics.destinations import Row
 from slipstream.learner.metrics.trackers import BackgroundTracker, JsonlTracker, Record, build_trackers
 from tests.full_disk import files_of_at_most

@@ -16,8 +16,8 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.weights.broadcast import GlooTransport
-from slipstream.learner.weights.distribution import Publication
 from slipstream.learner.weights.fetch import FileTransport
+from slipstream.learner.weights.publication import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports import Transports, build_transports

@@ -165,7 +165,7 @@ def own_loss(model: nn.Module, batches: list[MicroBatch], data: StepData, anchor
 
 
 def in_order(batch: MicroBatch, values_BT: Tensor) -> Tensor:
-    """What a tensor over the step's rows holds of the batch's actions."""
+    """The values of a tensor over the step's rows at the batch's actions."""
     return values_BT[batch.rows_B[batch.sequence_A], batch.action_index_A]
 
 
