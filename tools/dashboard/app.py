@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import uvicorn
 from anyio.to_thread import run_sync
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
@@ -39,6 +40,7 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 HEARTBEAT_S: Final = 15
+SHUTDOWN_S: Final = 2
 
 
 class Json(Response):
@@ -245,6 +247,22 @@ class Dashboard:
 
     async def _unknown(self, request: Request) -> Response:
         raise HTTPException(404, f"there is no {request.url.path}")
+
+
+def server_of(runs: Runs) -> uvicorn.Server:
+    """The web server of the dashboard of these runs; `run(sockets=[listener])` serves."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            Dashboard(runs).app(),
+            # uvloop forks its child processes in the way of os.fork, whose handlers may crash in a child of a process
+            # with gloo's threads; asyncio's own loop runs no Python between fork and exec.
+            loop="asyncio",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

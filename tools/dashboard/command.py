@@ -14,7 +14,6 @@ from slipstream.tools.dashboard.runs import Runs
 from slipstream.tools.ledger.open import RUNS, find_folder
 
 PORT: Final = 7788
-SHUTDOWN_S: Final = 2
 
 
 def command(argv: Sequence[str]) -> int:
@@ -64,21 +63,13 @@ def listening(port: int) -> socket.socket:
 def serve(runs: Runs, listener: socket.socket) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a tokenizer comes from the cache, or texts are shown as ids
-    import uvicorn
-
-    from slipstream.tools.dashboard.app import Dashboard
+    from slipstream.tools.dashboard.app import server_of
 
     host, port = listener.getsockname()
     print(f"dashboard of {len(runs.all())} runs at http://{host}:{port}", flush=True)
-    config = uvicorn.Config(
-        Dashboard(runs).app(),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
+    server = server_of(runs)
     received: list[int] = []
     for number in STOP_SIGNALS:  # uvicorn raises them again once it has ended
         signal.signal(number, lambda number, _: received.append(number))
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
     return service_exit_code(received[0]) if received else 1

@@ -101,7 +101,7 @@ class _Worker:
             process = self._process or await self._start()
             assert process.stdin is not None, "a pipe"
             assert process.stdout is not None, "a pipe"
-            if not process.stdin.is_closing():  # uvloop raises RuntimeError for a pipe that is closed
+            if not process.stdin.is_closing():
                 with suppress(ConnectionError):
                     process.stdin.write(msgspec.json.encode(request) + b"\n")
                     await process.stdin.drain()

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import hold_run_lock
 from slipstream.configs.runtime.files import write_atomically
-from slipstream.tools.dashboard.app import Dashboard
+from slipstream.tools.dashboard.app import server_of
 from slipstream.tools.dashboard.command import listening
 from slipstream.tools.dashboard.report import command as report
 from slipstream.tools.dashboard.runs import Runs
@@ -95,8 +94,7 @@ class Served:
 
     def start(self) -> None:
         listener = listening(self.port)
-        app = Dashboard(Runs([self._runs])).app()
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self._server = server_of(Runs([self._runs]))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
         self._thread.start()
 
