@@ -15,8 +15,8 @@ from slipstream.configs.registry import InstalledPlugin, Registry
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.advantages import ADVANTAGES
 from slipstream.configs.schema.base import NamedSection, names_of, sections_at
-from slipstream.configs.schema.learner import TRAINERS
 from slipstream.configs.schema.losses import LOSSES
+from slipstream.configs.schema.trainers import TRAINERS
 from slipstream.env.adapters.base import PACKAGES, missing_package
 from slipstream.env.registry import ENVS, TOOLS
 from slipstream.rewards.registry import REWARDS

@@ -3,22 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.configs.registry import Registry
 from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
-from slipstream.configs.schema.base import (
-    NamedSection,
-    PluginSection,
-    Seconds,
-    Section,
-    UserPath,
-    one_of,
-    registry_of,
-)
+from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.losses import LossConfig, PpoConfig
+from slipstream.configs.schema.trainers import RlConfig, TrainerConfig
 
 
 class RejectionConfig(Section):
@@ -276,31 +268,6 @@ class CheckpointConfig(Section):
         if url is not None and not re.fullmatch(r"[a-z0-9+.-]+://[^@\s]+", url):
             raise ValueError("is no address such as s3://bucket/prefix, without a user or a password")
         return url
-
-
-class RlConfig(NamedSection):
-    """Reinforcement learning on groups that rollout servers generate."""
-
-    target: ClassVar[str] = "slipstream.learner.trainers.rl.trainer:RLTrainer"
-    name: Literal["rl"] = "rl"
-
-
-TRAINERS: Final = registry_of("trainer", RlConfig)
-
-
-class TrainerPlugin(PluginSection):
-    """A trainer of the user's own: a subclass of `Trainer`, see learner/trainers/base.py."""
-
-    registry: ClassVar[Registry] = TRAINERS
-
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Its options; the trainer validates them."""
-
-
-if TYPE_CHECKING:
-    TrainerConfig = NamedSection
-else:
-    TrainerConfig = one_of(RlConfig, TrainerPlugin)
 
 
 class LearnerConfig(Section):

@@ -11,7 +11,7 @@ from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.configs.schema.learner import TRAINERS, TrainerConfig
+from slipstream.configs.schema.trainers import TRAINERS, TrainerConfig
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.metrics.events import EventLog
 from slipstream.learner.metrics.starts import record_start

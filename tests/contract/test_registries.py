@@ -6,10 +6,10 @@ import pytest
 
 from slipstream.configs.registry import Registry
 from slipstream.configs.schema.advantages import ADVANTAGES
-from slipstream.configs.schema.learner import TRAINERS
 from slipstream.configs.schema.losses import LOSSES
 from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.tracking import TrackingConfig
+from slipstream.configs.schema.trainers import TRAINERS
 from slipstream.configs.schema.weights import TRANSPORTS, TransportName
 from slipstream.env.adapters.textarena import OPPONENTS
 from slipstream.env.registry import ENVS, TOOLS
