@@ -79,7 +79,7 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PreferenceTerms:
-    """λ_D (1 - sigmoid(β (h - z))) of desirable answers, λ_U (1 - sigmoid(β (z - h))) of others, with h their log ratios.
+    """λ_D (1 - sigmoid(β (h - z))) of desirable answers, λ_U (1 - sigmoid(β (z - h))) of others; h is the log ratio.
 
     Source: arXiv 2402.01306; TRL 1.16 `KTOTrainer`.
 
@@ -109,7 +109,7 @@ def kto_baseline(log_ratio_sum: Tensor, answers: Tensor) -> Tensor:
 
 
 def bradley_terry(chosen_reward_P: Tensor, rejected_reward_P: Tensor, margin_P: Tensor) -> Tensor:
-    """-log sigmoid(r_chosen - r_rejected - m), shape [P]: the negative log-likelihood of the verdicts under the rewards.
+    """-log sigmoid(r_chosen - r_rejected - m), shape [P]: negative log-likelihood of the verdicts under the rewards.
 
     Source: Bradley and Terry 1952; arXiv 2203.02155; with a margin arXiv 2307.09288; TRL 1.16 `RewardTrainer`.
     """

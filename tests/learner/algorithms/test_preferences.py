@@ -158,6 +158,8 @@ def test_pair_losses_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.trainer.dpo_trainer import DPOTrainer
 
+    of_dpo: Any = DPOTrainer._compute_loss
+    of_cpo: Any = CPOTrainer.cpo_loss
     chosen, rejected = random_answers(6), random_answers(7)
     outputs, mask = outputs_of_trl(chosen, rejected)
     inputs = {
@@ -169,7 +171,7 @@ def test_pair_losses_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
             beta=0.3, loss_types=[of_trl], loss_weights=[1.0], f_divergence_type="reverse_kl", ld_alpha=None,
             precompute_ref_logps=True, use_weighting=False, label_smoothing=0.1,
         )  # fmt: skip
-        loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
+        loss = of_dpo(trainer, lambda **_: outputs, inputs, return_outputs=False)
         terms = PAIR_LOSSES[name](chosen, rejected)
         assert loss.item() == pytest.approx(terms.loss_P.mean().item(), rel=1e-9)
     assert trainer._metrics["train"]["rewards/accuracies"]
@@ -177,13 +179,14 @@ def test_pair_losses_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     log_ratios = [answers.log_ratios_R for answers in (chosen, rejected)]
     for of_trl, name, pair, smoothing in (("simpo", "simpo", per_token, 0.0), ("sigmoid", "cdpo", log_ratios, 0.1)):
         trainer = trainer_of_trl(loss_type=of_trl, label_smoothing=smoothing, beta=0.3, simpo_gamma=0.2, alpha=0.0)
-        losses, *_ = CPOTrainer.cpo_loss(trainer, *pair)
+        losses, *_ = of_cpo(trainer, *pair)
         assert losses.tolist() == pytest.approx(PAIR_LOSSES[name](chosen, rejected).loss_P.tolist(), rel=1e-9)
 
 
 def test_kto_is_that_of_trl() -> None:
     from trl.trainer.kto_trainer import KTOTrainer
 
+    of_kto: Any = KTOTrainer._compute_loss
     given, mismatched = random_answers(8), random_answers(9)
     outputs, mask = outputs_of_trl(given)
     trainer = trainer_of_trl(
@@ -195,7 +198,7 @@ def test_kto_is_that_of_trl() -> None:
         "input_ids": mask, "attention_mask": mask, "completion_mask": mask, "label": DESIRABLE,
         "ref_logps": given.reference_logprobs_R, "ref_KL_logps": mismatched.reference_logprobs_R,
     }  # fmt: skip
-    loss = KTOTrainer._compute_loss(trainer, lambda **_: outputs, batch, return_outputs=False)
+    loss = of_kto(trainer, lambda **_: outputs, batch, return_outputs=False)
     baseline = kto_baseline(mismatched.log_ratios_R.sum(), torch.tensor(5))
     terms = kto(given, DESIRABLE, baseline, beta=0.3, desirable_weight=1.0, undesirable_weight=1.5)
     assert loss.item() == pytest.approx(terms.loss_P.mean().item(), rel=1e-9)
