@@ -6,21 +6,24 @@ A subclass says how a row becomes examples, and what their loss is (see `sft`).
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import span
+from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.trainers import DataConfig, FileTrainer
 from slipstream.learner.data.balance import SequenceCost, balance_groups
 from slipstream.learner.data.examples import Example, Packed, UnusableRow, pack_examples
 from slipstream.learner.data.packing import aligned
-from slipstream.learner.data.row_order import RowOrder, RowRef, open_rows
+from slipstream.learner.data.row_order import RowOrder, RowRef, Source, open_rows
 from slipstream.learner.metrics.file_reporter import FileReporter
 from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.parallel.fsdp import reshard
@@ -68,6 +71,8 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
 
     policy: SingleModel
     options: FileTrainer
+    encode: Callable[[Row, DataConfig], Sequence[E]]
+    """Makes the examples of a row, which may be on different ranks; raises UnusableRow. See `encoder`."""
     order: RowOrder
     held_out: Sequence[RowRef]
     """Validation rows."""
@@ -86,10 +91,12 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """
         options = setup.config.learner.trainer
         assert isinstance(options, FileTrainer), "the section of a trainer of this kind"
-        order, held_out = setup.world.on_all_ranks(lambda: _open(options, setup.config.run.seed))
+        order, held_out = setup.world.on_all_ranks(lambda: open_trainer_rows(options, setup.config.run.seed))
+        encode = setup.world.on_all_ranks(lambda: cls.encoder(setup.config, setup.initial_model))
+        setup.world.on_all_ranks(lambda: require_usable_rows(setup.config, order.sources, encode))
         reporter = _reporter(setup, setup.world.gather(gpu_id(setup.world.device)))
         policy = SingleModel.load(setup.config, setup.initial_model, setup.world)
-        trainer = cls(
+        return cls(
             config=setup.config,
             initial_model=setup.initial_model,
             world=setup.world,
@@ -98,13 +105,12 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
             file_reporter=reporter,
             policy=policy,
             options=options,
+            encode=encode,
             order=order,
             held_out=held_out,
             cost=SequenceCost.of_model(setup.initial_model),
             **cls.parts(setup, policy),
         )
-        setup.world.on_all_ranks(trainer.require_usable_rows)
-        return trainer
 
     def __post_init__(self) -> None:
         self.flops = ModelFlops.of_model(self.policy.model)
@@ -114,9 +120,13 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """Values of the fields that a subclass adds; a collective. Raises: ConfigError when they can't be made."""
         return {}
 
+    @classmethod
     @abstractmethod
-    def encode(self, row: Row, source: DataConfig) -> Sequence[E]:
-        """The examples of a row, which may be on different ranks. Raises: UnusableRow."""
+    def encoder(cls, config: RunConfig, model: Path) -> Callable[[Row, DataConfig], Sequence[E]]:
+        """The function that makes the examples of a row of a source, and raises UnusableRow.
+
+        It needs the model's folder, not its weights: `slipstream check` calls it too. Raises: ConfigError.
+        """
 
     @abstractmethod
     def loss(self, packed: Packed[E]) -> LossSums:
@@ -218,40 +228,9 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         total = sum((Counter(part["dropped"]) for part in parts), Counter[str]())
         return RowBatch(list(map(Packed, batches, examples_of)), rows=len(refs) - sum(total.values()), dropped=total)
 
-    def require_usable_rows(self) -> None:
-        """Raises: ConfigError when none of the first rows of a source can be used."""
-        problems = []
-        for number, source in enumerate(self.order.sources):
-            tried = [self.try_row(RowRef(source, index)) for index in range(min(TRIED_ROWS, len(source)))]
-            unusable = [found for found in tried if isinstance(found, UnusableRow)]
-            if len(unusable) == len(tried):
-                problems.append(
-                    f"learner.trainer.data.{number}: none of the first {len(tried)} rows can be used, such as "
-                    f"{source.place(0)} ({unusable[0].reason}): {unusable[0]}"
-                )
-        if problems:
-            raise ConfigError(problems)
-
-    def try_row(self, ref: RowRef) -> Sequence[E] | UnusableRow:
-        """The examples of a row, or why it can't be used."""
-        try:
-            examples = self.encode(_read(ref), ref.source.config)
-            longest, most = max(example.longest for example in examples), self.most_tokens
-            if longest > most:
-                key = "learner.token_budget" if self.options.max_tokens is None else "learner.trainer.max_tokens"
-                raise UnusableRow("too_long", f"it has {longest} tokens, and {key} is {most}")
-        except UnusableRow as error:
-            return error
-        return examples
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest sequence that is trained on."""
-        return self.options.max_tokens or self.config.learner.token_budget
-
     def _encode(self, ref: RowRef, *, count: bool) -> Sequence[E] | UnusableRow:
         """As `try_row`; with `count`, logs a row that is left out."""
-        found = self.try_row(ref)
+        found = try_row(ref, self.encode, self.config.learner)
         is_new = len(self._left_out) < LOGGED_ROWS and ref.place not in self._left_out
         if count and is_new and isinstance(found, UnusableRow):
             self._left_out.add(ref.place)
@@ -327,7 +306,45 @@ def _reporter(setup: RankSetup, gpus: Sequence[str]) -> FileReporter | None:
     )
 
 
-def _open(options: FileTrainer, seed: int) -> tuple[RowOrder, list[RowRef]]:
+def try_row(
+    ref: RowRef, encode: Callable[[Row, DataConfig], Sequence[E]], learner: LearnerConfig
+) -> Sequence[E] | UnusableRow:
+    """The examples of a row, or why it can't be used."""
+    options = learner.trainer
+    assert isinstance(options, FileTrainer), "the section of a trainer of this kind"
+    most, key = learner.token_budget, "learner.token_budget"
+    if options.max_tokens is not None:
+        most, key = options.max_tokens, "learner.trainer.max_tokens"
+    try:
+        examples = encode(_read(ref), ref.source.config)
+        longest = max(example.longest for example in examples)
+        if longest > most:
+            raise UnusableRow("too_long", f"it has {longest} tokens, and {key} is {most}")
+    except UnusableRow as error:
+        return error
+    return examples
+
+
+def require_usable_rows(
+    config: RunConfig, sources: Sequence[Source], encode: Callable[[Row, DataConfig], Sequence[E]]
+) -> None:
+    """Raises: ConfigError when none of the first rows of a source can be used."""
+    problems = []
+    for number, source in enumerate(sources):
+        refs = [RowRef(source, index) for index in range(min(TRIED_ROWS, len(source)))]
+        tried = [try_row(ref, encode, config.learner) for ref in refs]
+        unusable = [found for found in tried if isinstance(found, UnusableRow)]
+        if len(unusable) == len(tried):
+            problems.append(
+                f"learner.trainer.data.{number}: none of the first {len(tried)} rows can be used, such as "
+                f"{source.place(0)} ({unusable[0].reason}): {unusable[0]}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def open_trainer_rows(options: FileTrainer, seed: int) -> tuple[RowOrder, list[RowRef]]:
+    """The training rows of a trainer in their order, and the validation rows. Raises: ConfigError."""
     validation = options.validation
     return open_rows(
         options.data,

@@ -1,14 +1,14 @@
 """Supervised fine-tuning: cross-entropy of the assistant's tokens, a mean over those of all rows of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+from slipstream.configs import RunConfig
 from slipstream.configs.schema.trainers import DataConfig, SftConfig
 from slipstream.learner.data.chat import DemonstrationEncoder, read_demonstration
 from slipstream.learner.data.examples import Example, Packed
 from slipstream.learner.models.scoring import score_actions
-from slipstream.learner.trainers.setup import RankSetup, SingleModel
 from slipstream.learner.trainers.supervised.base import LossSums, SupervisedTrainer
 from slipstream.models.row_sources import Row
 from slipstream.models.tokenizer import Tokenizer
@@ -18,18 +18,17 @@ from slipstream.models.tokenizer import Tokenizer
 class SftTrainer(SupervisedTrainer[Example]):
     """One rank of a supervised fine-tuning."""
 
-    encoder: DemonstrationEncoder
-
     @classmethod
-    def parts(cls, setup: RankSetup, policy: SingleModel) -> dict[str, Any]:
-        """The encoder of demonstrations."""
-        options = setup.config.learner.trainer
+    def encoder(cls, config: RunConfig, model: Path) -> Callable[[Row, DataConfig], Sequence[Example]]:
+        """Makes the token sequences of demonstrations."""
+        options = config.learner.trainer
         assert isinstance(options, SftConfig), "the section of this trainer"
-        return {"encoder": DemonstrationEncoder(Tokenizer(setup.initial_model), options.assistant_only_loss)}
+        encoder = DemonstrationEncoder(Tokenizer(model), options.assistant_only_loss)
 
-    def encode(self, row: Row, source: DataConfig) -> Sequence[Example]:
-        """The token sequences of a demonstration."""
-        return [Example([sequence]) for sequence in self.encoder.encode(read_demonstration(row, source))]
+        def encode(row: Row, source: DataConfig) -> Sequence[Example]:
+            return [Example([sequence]) for sequence in encoder.encode(read_demonstration(row, source))]
+
+        return encode
 
     def loss(self, packed: Packed[Example]) -> LossSums:
         """Cross-entropy, summed over the targets."""
