@@ -206,8 +206,8 @@ def key_problems(security: SecurityConfig) -> Sequence[str]:
 
 async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report) -> None:
     # Imported here, as above.
+    from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-    from slipstream.rollout_servers.tokenizer import Tokenizer
 
     try:
         format = ChatFormat.of(Tokenizer(model), config.rollout.episode)
@@ -245,7 +245,8 @@ class _TaskCheck:
 
     async def problems(self, split: Split, index: int) -> list[str]:
         """Makes the prompt of a task and scores answers to it; returns the problems."""
-        from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
+        from slipstream.models.tokenizer import PromptError
+        from slipstream.rollout_servers.placeholders import ImagePlaceholders
 
         where, tokenizer = f"task {index} of {split}", self.format.tokenizer
         try:

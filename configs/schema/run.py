@@ -212,7 +212,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         """Reports all combinations that can't work at once, those within one section too."""
-        of_rl = self.rl_problems() if self.learner.trainer.name == "rl" else []
+        of_rl = self.rl_problems() if self.uses_buffer else []
         problems = [*self.learner.problems(), *self._model_problems(), *of_rl]
         if problems:
             raise ValueError("\n".join(problems))
@@ -354,6 +354,11 @@ class RunConfig(Section):
     def paths(self) -> RunPaths:
         """Paths inside the run's folder."""
         return RunPaths(self.run.dir / self.run.name)
+
+    @property
+    def uses_buffer(self) -> bool:
+        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
+        return self.learner.trainer.name == "rl"
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:
