@@ -156,6 +156,12 @@ class Tokenizer:
         return end
 
     @property
+    def padding_token_id(self) -> int | None:
+        """The token that fills up texts of a batch, the stop token where there is no other; None without either."""
+        pad: int | None = self._tokenizer.pad_token_id
+        return self.end_token_id if pad is None else pad
+
+    @property
     def vocab_size(self) -> int:
         """The model's number of token ids. Raises: ConfigError when its configuration does not give it."""
         return vocabulary_size(self.model)

@@ -5,7 +5,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.identity import require_same_tokens
-from slipstream.learner.models.layers import decoder_of
 from slipstream.learner.models.load import ModelOptions, vocabulary_of
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.models.scalar_head import load_scalar_model, scalar_values
@@ -33,8 +31,7 @@ class Critic:
     @property
     def flops(self) -> ModelFlops:
         """Operations of a forward and backward pass."""
-        model: Any = self.model
-        return ModelFlops.of_parts(model.backbone, decoder_of(model.backbone).layers, model.score.weight)
+        return ModelFlops.of_model(self.model)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, fp32, shape [A]."""

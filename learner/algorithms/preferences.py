@@ -26,10 +26,16 @@ class Answers:
         """log π_θ/π_ref of the answers."""
         return self.logprobs_R - self.reference_logprobs_R
 
+    def pairs(self) -> tuple["Answers", "Answers"]:
+        """The chosen and the rejected answers, if these take turns."""
+        parts = [(self.logprobs_R[start::2], self.reference_logprobs_R[start::2]) for start in (0, 1)]
+        chosen, rejected = (Answers(*part, self.tokens_R[start::2]) for start, part in enumerate(parts))
+        return chosen, rejected
+
 
 @dataclass(frozen=True)
 class PreferenceTerms:
-    """Loss and implicit rewards, the reward that the policy would be optimal for."""
+    """Loss and rewards: of a policy the implicit ones, for which it would be optimal, given its reference."""
 
     loss_P: Tensor
     """With gradient; of each pair, or of each answer with a verdict."""
@@ -108,12 +114,13 @@ def kto_baseline(log_ratio_sum: Tensor, answers: Tensor) -> Tensor:
     return (log_ratio_sum / answers.clamp(min=1)).clamp(min=0).detach()
 
 
-def bradley_terry(chosen_reward_P: Tensor, rejected_reward_P: Tensor, margin_P: Tensor) -> Tensor:
-    """-log sigmoid(r_chosen - r_rejected - m), shape [P]: negative log-likelihood of the verdicts under the rewards.
+def bradley_terry(chosen_reward_P: Tensor, rejected_reward_P: Tensor, margin_P: Tensor) -> PreferenceTerms:
+    """-log sigmoid(r_chosen - r_rejected - m): the negative log-likelihood of the verdicts under the rewards.
 
     Source: Bradley and Terry 1952; arXiv 2203.02155; with a margin arXiv 2307.09288; TRL 1.16 `RewardTrainer`.
     """
-    return -F.logsigmoid(chosen_reward_P - rejected_reward_P - margin_P)
+    loss_P = -F.logsigmoid(chosen_reward_P - rejected_reward_P - margin_P)
+    return _terms(loss_P, chosen_reward_P, rejected_reward_P)
 
 
 def _terms(loss_P: Tensor, chosen_reward_P: Tensor, rejected_reward_P: Tensor) -> PreferenceTerms:

@@ -11,7 +11,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.data.balance import MicroBatchPlan
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 
-Reason = Literal["malformed", "too_long", "no_target", "template", "images"]
+Reason = Literal["malformed", "too_long", "no_target", "template", "images", "no_preference"]
 
 
 class UnusableRow(SlipstreamError):

@@ -218,6 +218,12 @@ def all_actions(token_ids: NDArray[Any]) -> TokenSequence:
     return TokenSequence(token_ids, np.ones(len(token_ids), dtype=bool))
 
 
+def whole_sequence(token_ids: NDArray[Any]) -> TokenSequence:
+    """A sequence that is scored as a whole: its one action stands behind the last token, which is an input too."""
+    padded = np.append(token_ids, token_ids[-1:])  # a scalar head does not look at the action
+    return TokenSequence(padded, np.arange(len(padded)) == len(token_ids))
+
+
 def empty_micro_batch() -> MicroBatch:
     """A micro-batch of one token and no row: a rank that has run out of work must still join the collectives."""
     nothing = torch.zeros(0, dtype=torch.long)

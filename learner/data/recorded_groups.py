@@ -1,43 +1,18 @@
-"""Groups of an earlier run, from its folder, as training rows: pairs of a group's best and worst answer, and returns.
-
-# E episodes, L actions of the longest episode, T actions of a trajectory
-"""
+"""The groups that an earlier run has kept in its folder, as rows."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slipstream.buffer.store.kept import KeptGroups, KeptGroupsError
-from slipstream.buffer.wire.codec import FrameError, action_mask, decode_group, token_ids
-from slipstream.buffer.wire.messages import Group, Trajectory
+from slipstream.buffer.wire.codec import FrameError, decode_group
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.data.packing import TokenSequence
-from slipstream.learner.data.rows import build_rows
+from slipstream.learner.data.preferences import GROUP, best_and_worst
 
 log = get_log("learner.rows")
-
-GROUP = "group"
-"""Key of a row that is a group."""
-
-
-@dataclass(frozen=True)
-class RecordedPair:
-    """The best and the worst answer of a group, of one trajectory each."""
-
-    chosen: Trajectory
-    rejected: Trajectory
-
-    @property
-    def margin(self) -> float:
-        """Difference of their rewards, above 0."""
-        return self.chosen.reward - self.rejected.reward
 
 
 class RecordedGroups:
@@ -109,35 +84,3 @@ def _problem(frame: bytes, *, pairs: bool) -> str | None:
         log.warning("group left out", reason=str(error))
         return "unreadable groups"
     return "groups without spread" if pairs and best_and_worst(group) is None else None
-
-
-def _usable(group: Group) -> list[Trajectory]:
-    """The answers that are one trajectory without images."""
-    parts = Counter(trajectory.episode for trajectory in group.trajectories)
-    return [each for each in group.trajectories if parts[each.episode] == 1 and not each.images]
-
-
-def best_and_worst(group: Group) -> RecordedPair | None:
-    """The answers with the highest and the lowest reward, of several the first; None if all have the same.
-
-    Answers with images, or of several trajectories, are left out.
-    """
-    usable = _usable(group)
-    if not usable:
-        return None
-    best, worst = (choose(usable, key=lambda each: each.reward) for choose in (max, min))
-    return RecordedPair(best, worst) if best.reward > worst.reward else None
-
-
-def sequence_of(trajectory: Trajectory) -> TokenSequence:
-    """The tokens of a trajectory, exactly as they were generated."""
-    return TokenSequence(token_ids(trajectory), action_mask(trajectory))
-
-
-def returns_of(group: Group) -> Sequence[NDArray[np.float32]]:
-    """The return of each action of each trajectory: the rewards from there to the episode's end, undiscounted."""
-    rows = build_rows([(group, 1.0)], terms=())
-    rewards_EL = rows.by_episode(rows.rewards_BT)
-    returns_BT = rows.by_trajectory(rewards_EL.flip(1).cumsum(1).flip(1))
-    lengths = rows.mask_BT.sum(1).int().tolist()
-    return [returns_T[:length].numpy() for returns_T, length in zip(returns_BT, lengths, strict=True)]

@@ -18,7 +18,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from slipstream.learner.models.footprint import EXPERT_DIMENSIONS
 from slipstream.learner.models.layers import decoder_of
@@ -77,12 +76,8 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, model: Any) -> Self:
-        """Operations of a causal language model of transformers, with adapters where it has any."""
-        return cls.of_parts(model, decoder_of(model).layers, model.get_output_embeddings().weight)
-
-    @classmethod
-    def of_parts(cls, model: Any, layers: nn.Module, head: Tensor) -> Self:
-        """The same of a model with another head, such as a critic's. `model` has the transformers config."""
+        """Operations of a causal language model of transformers, with adapters where it has any, or of a critic."""
+        layers, head = decoder_of(model).layers, model.get_output_embeddings().weight
         text = model.config.get_text_config(decoder=True)
         experts = expert_count(text)
         share = experts_per_token(text) / experts if experts else 0.0

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.data.packing import MicroBatch, TokenSequence
+from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.layers import backbone_of, decoder_of
 from slipstream.learner.models.load import ModelOptions, build_model, load_and_check
 from slipstream.learner.models.lora import add_adapters
@@ -50,13 +48,17 @@ class ScalarModel(nn.Module):
         self._weight_conversions = whole._weight_conversions
 
     @property
-    def backbone(self) -> Any:
+    def base_model(self) -> Any:
         """The model without its head."""
         return self.get_submodule(self._backbone)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, by transformers' name for it."""
+        return self.score
+
     def forward(self, batch: MicroBatch) -> Tensor:
         """The head's output before each action, shape [A, 1]."""
-        states_1ND = self.backbone(**batch.model_inputs()).last_hidden_state
+        states_1ND = self.base_model(**batch.model_inputs()).last_hidden_state
         values_A1: Tensor = self.score(states_1ND[0].index_select(0, batch.action_positions_A))
         return values_A1
 
@@ -109,9 +111,3 @@ def save_as_classifier(model: ScalarModel, of: Literal["sequences", "tokens"]) -
     config.num_labels = 1
     config.classifier_dropout = 0.0
     model.config = config
-
-
-def whole_answer(token_ids: NDArray[Any]) -> TokenSequence:
-    """A sequence with one action, behind its last token: the model's output before it is that of the whole sequence."""
-    padded = np.append(token_ids, token_ids[-1:])  # what an action is does not matter to a scalar
-    return TokenSequence(padded, np.arange(len(padded)) == len(token_ids))

@@ -95,7 +95,7 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         encode = setup.world.on_all_ranks(lambda: cls.encoder(setup.config, setup.initial_model))
         setup.world.on_all_ranks(lambda: require_usable_rows(setup.config, order.sources, encode))
         reporter = _reporter(setup, setup.world.gather(gpu_id(setup.world.device)))
-        policy = SingleModel.load(setup.config, setup.initial_model, setup.world)
+        policy = cls.load_model(setup)
         return cls(
             config=setup.config,
             initial_model=setup.initial_model,
@@ -114,6 +114,11 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
 
     def __post_init__(self) -> None:
         self.flops = ModelFlops.of_model(self.policy.model)
+
+    @classmethod
+    def load_model(cls, setup: RankSetup) -> SingleModel:
+        """The model with its initial weights; a collective. Raises: ConfigError when it can't be trained."""
+        return SingleModel.load(setup.config, setup.initial_model, setup.world)
 
     @classmethod
     def parts(cls, setup: RankSetup, policy: SingleModel) -> dict[str, Any]:
@@ -351,6 +356,7 @@ def open_trainer_rows(options: FileTrainer, seed: int) -> tuple[RowOrder, list[R
         validation=() if validation is None else validation.data,
         held_out=0 if validation is None else validation.rows,
         seed=seed,
+        pairs=options.pairs,
     )
 
 

@@ -79,8 +79,8 @@ def test_kto_by_hand() -> None:
 
 
 def test_bradley_terry_by_hand() -> None:
-    loss_P = bradley_terry(torch.tensor([2.0, 0.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.5]))
-    assert loss_P.tolist() == pytest.approx([-math.log(sigmoid(1.5)), -math.log(sigmoid(-1.5))])
+    terms = bradley_terry(torch.tensor([2.0, 0.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.5]))
+    assert terms.loss_P.tolist() == pytest.approx([-math.log(sigmoid(1.5)), -math.log(sigmoid(-1.5))])
 
 
 PAIR_LOSSES: dict[str, PairLoss] = {
@@ -122,7 +122,7 @@ def test_gradients_of_kto_and_bradley_terry() -> None:
     (gradient_R,) = torch.autograd.grad(total(given.logprobs_R).sum(), given.logprobs_R)
     assert (gradient_R < 0).equal(DESIRABLE)
     rewards = (random_answers(4).logprobs_R, random_answers(5).logprobs_R)
-    assert torch.autograd.gradcheck(lambda c, r: bradley_terry(c, r, torch.full((5,), 0.3)), rewards)
+    assert torch.autograd.gradcheck(lambda c, r: bradley_terry(c, r, torch.full((5,), 0.3)).loss_P, rewards)
 
 
 # --- TRL's -----------------------------------------------------------------------------------------------------------

@@ -12,13 +12,8 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, encode_group, token_ids
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.data.recorded_groups import (
-    GROUP,
-    RecordedGroups,
-    best_and_worst,
-    returns_of,
-    sequence_of,
-)
+from slipstream.learner.data.preferences import GROUP, best_and_worst, returns_of, sequence_of
+from slipstream.learner.data.recorded_groups import RecordedGroups
 from tests.learner.recorded import trajectory
 
 

@@ -121,7 +121,7 @@ def test_models_have_no_dropout_and_recompute_activations(
         assert once.std() > 0
         assert torch.equal(once, again)
     policy: Any = train_step.model
-    backbone: Any = train_step.critic.model.backbone
+    backbone: Any = train_step.critic.model.base_model
     forward_passes: list[nn.Module] = []
     parts = [policy.model.layers[0].mlp, backbone.layers[0].mlp]
     for part in parts:

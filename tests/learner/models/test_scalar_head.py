@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.algorithms.critic import load_critic
-from slipstream.learner.data.packing import TokenSequence, all_actions, pack
+from slipstream.learner.data.packing import TokenSequence, all_actions, pack, whole_sequence
 from slipstream.learner.export import export_model
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.models.scalar_head import (
@@ -20,7 +20,6 @@ from slipstream.learner.models.scalar_head import (
     load_scalar_model,
     save_as_classifier,
     scalar_values,
-    whole_answer,
 )
 from slipstream.learner.parallel.mesh import World
 from tests.contract.experts import write_experts
@@ -57,12 +56,12 @@ def test_reward_is_that_of_transformers(experts: bool, digits_model: Path, world
     else:
         source = digits_model
     model = exported(source, tmp_path / "saved", world, "sequences")
-    rewards = values(model, [whole_answer(ids) for ids in TEXTS])
+    rewards = values(model, [whole_sequence(ids) for ids in TEXTS])
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     wanted = [classifier(torch.from_numpy(ids)[None]).logits.item() for ids in TEXTS]
     assert rewards.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     again = load_scalar_model(tmp_path / "saved", OPTIONS, world, bias=False)
-    assert values(again, [whole_answer(ids) for ids in TEXTS]).equal(rewards)
+    assert values(again, [whole_sequence(ids) for ids in TEXTS]).equal(rewards)
 
 
 @torch.no_grad()
