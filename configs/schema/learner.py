@@ -275,7 +275,7 @@ class LearnerConfig(Section):
 
     trainer: TrainerConfig = RlConfig()
     """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
-    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
+    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval; others are a learner alone."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -323,6 +323,11 @@ class LearnerConfig(Section):
     """Time that the learner waits for enough ready groups; then it exits. Unsaved steps are
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
     last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
+
+    @property
+    def uses_buffer(self) -> bool:
+        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
+        return self.trainer.name == "rl"
 
     def problems(self) -> list[str]:
         """Combinations within this section that can't work with any trainer."""

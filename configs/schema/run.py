@@ -357,8 +357,8 @@ class RunConfig(Section):
 
     @property
     def uses_buffer(self) -> bool:
-        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
-        return self.learner.trainer.name == "rl"
+        """True if the run has a buffer, Redis, rollout servers, an env and rewards; otherwise it is a learner alone."""
+        return self.learner.uses_buffer
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:

@@ -1,17 +1,21 @@
 """Token sequences of demonstrations: chats with the assistant's tokens as targets, prompts with completions, texts."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.schema.trainers import DataConfig
 from slipstream.learner.data.examples import UnusableRow
 from slipstream.learner.data.packing import TokenSequence
 from slipstream.models.row_sources import Row, plain, value_at
 from slipstream.models.tokenizer import PromptError, Tokenizer
+
+log = get_log("learner.rows")
 
 Message = Mapping[str, Any]
 
@@ -146,6 +150,7 @@ class DemonstrationEncoder:
     tokenizer: Tokenizer
     assistant_only: bool
     """Targets are the assistant's tokens, or those of the completion; otherwise all."""
+    unended: LogInterval = field(default_factory=lambda: LogInterval(math.inf))
 
     def encode(self, demonstration: Chat | Completion) -> list[TokenSequence]:
         """Its token sequences, with its targets as actions: one, or of some chats one for each answer.
