@@ -38,14 +38,19 @@ def _load(setup: RankSetup, *, bias: bool, save_as: Literal["sequences", "tokens
 
     Raises: ConfigError, on all ranks, when it can't be trained, or saved as a classifier.
     """
-    lora = setup.config.model.lora
-    if lora is not None and lora.export == "adapter":
-        raise ConfigError("model.lora.export: adapter would leave the head out; take merged")
     torch.manual_seed(setup.config.run.seed)
     options = ModelOptions.of(setup.config.model, setup.config.learner)
     model = load_scalar_model(setup.initial_model, options, setup.world, bias=bias)
     save_as_classifier(model, save_as)
     return SingleModel.of(setup.config, model)
+
+
+def _tokenizer(config: RunConfig, model: Path) -> Tokenizer:
+    """The tokenizer of a model that can be saved. Raises: ConfigError."""
+    lora = config.model.lora
+    if lora is not None and lora.export == "adapter":
+        raise ConfigError("model.lora.export: adapter would leave the head out; take merged")
+    return Tokenizer(model)
 
 
 @dataclass(kw_only=True)
@@ -60,7 +65,7 @@ class RewardModelTrainer(SupervisedTrainer[PairExample]):
     @classmethod
     def encoder(cls, config: RunConfig, model: Path) -> Callable[[Row, DataConfig], Sequence[PairExample]]:
         """Makes the two sequences of a pair, as the reward `reward_model` makes them of an episode."""
-        encode = RewardEncoder(Tokenizer(model))
+        encode = RewardEncoder(_tokenizer(config, model))
         return lambda row, source: [read_pair(row, source, encode)]
 
     def terms(self, packed: Packed[PairExample]) -> float:
@@ -91,7 +96,7 @@ class ValueModelTrainer(SupervisedTrainer[RatedExample]):
     @classmethod
     def encoder(cls, config: RunConfig, model: Path) -> Callable[[Row, DataConfig], Sequence[RatedExample]]:
         """Makes the sequence of an answer, and the returns of its tokens."""
-        encode = PolicyEncoder(Tokenizer(model))
+        encode = PolicyEncoder(_tokenizer(config, model))
         return lambda row, source: read_rated(row, source, encode)
 
     def loss(self, packed: Packed[RatedExample]) -> LossSums:

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ def run_trainer(file: Path, world: World, *, stop_after: int | None = None) -> R
         trainer = open_trainer(config, world, cleanup)
         if stop_after is not None:
             _stop_at(trainer, stop_after)
-            with ExitStack() as stopped:
-                stopped.push(lambda kind, *_: kind is SystemExit)
+            with suppress(SystemExit):
                 trainer.run()
+            trainer.reporter.close()
         else:
             trainer.run()
     return config

@@ -1,5 +1,6 @@
 """Trainers on preferences: first losses by hand, learning, resume, two ranks, files that others load."""
 
+import json
 import math
 import os
 import subprocess
@@ -14,11 +15,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
 
-from slipstream.buffer.wire.messages import Trajectory
+from slipstream.buffer.store.kept import KeptGroups
+from slipstream.buffer.wire.codec import encode_group
+from slipstream.buffer.wire.messages import TRAIN, Group, Trajectory
 from slipstream.configs.load import load_config
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.learner import CriticConfig
 from slipstream.configs.schema.trainers import DataConfig
-from slipstream.learner.data.packing import TokenSequence, pack
+from slipstream.learner.algorithms.critic import load_critic
+from slipstream.learner.data.packing import TokenSequence, all_actions, pack
 from slipstream.learner.data.preferences import RewardEncoder, read_pair
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.models.scalar_head import ScalarModel, load_scalar_model, scalar_values
@@ -28,6 +36,7 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.functions.reward_model import RewardModel
 from tests.conftest import free_port
 from tests.learner.trainers.supervised.preferences import (
+    OPTIMIZER,
     STEPS,
     reversal_pairs,
     run_trainer,
@@ -37,6 +46,7 @@ from tests.learner.trainers.supervised.preferences import (
 )
 from tests.rewards.episodes import episode
 
+OPTIONS = ModelOptions(dtype=torch.float32, attention="auto")
 ROOT = Path(__file__).parents[4]
 LOSSES: dict[str, tuple[Mapping[str, Any], float | None]] = {
     "dpo": ({"name": "dpo", "loss": "dpo"}, math.log(2)),
@@ -141,16 +151,80 @@ async def test_reward_gives_the_scores_of_the_training(
         await reward.endpoint.close()
 
 
-def recorded_answer(tokenizer: Tokenizer, prompt: Any, answer: Any) -> Trajectory:
-    """The trajectory that an engine would have left, which ends with the stop token."""
+def recorded_answer(
+    tokenizer: Tokenizer, prompt: Any, answer: Any, reward: float = 1.0, episode: int = 0
+) -> Trajectory:
+    """The trajectory that an engine would have left; of a chat it ends with the stop token."""
     text = answer if isinstance(answer, str) else answer[0]["content"]
     end = [] if isinstance(prompt, str) else [tokenizer.end_token_id]
     before, after = tokenizer.encode(prompt), [*tokenizer.encode_observation(text), *end]
     mask = [0] * len(before) + [1] * len(after)
     return Trajectory(
         token_ids=np.array(before + after, "<i4").tobytes(), action_mask=np.array(mask, "u1").tobytes(),
-        behaviour_logprobs=np.zeros(len(mask), "<f4").tobytes(), spans=[], reward=1.0, scores={}, finish_reason="stop",
+        behaviour_logprobs=np.zeros(len(mask), "<f4").tobytes(), spans=[], reward=reward, scores={},
+        finish_reason="stop", episode=episode,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an RL run that has kept groups of a right, a wrong and an empty answer; the last has no spread."""
+    tokenizer, folder = Tokenizer(digits_model), tmp_path_factory.mktemp("runs") / "rl"
+    kept = KeptGroups(RunPaths(folder).kept_groups)
+    for number, row in enumerate(reversal_pairs(16)):
+        rewards = {row["rejected"]: 0.0, row["chosen"]: 1.0, "s": 0.25} if number else {"s": 0.0, "c": 0.0}
+        answers = [
+            recorded_answer(tokenizer, row["prompt"], answer, reward, episode)
+            for episode, (answer, reward) in enumerate(rewards.items())
+        ]
+        group = Group(id=str(number), kind=TRAIN, epoch=0, indices=[number], trajectories=answers)
+        kept.write(number + 1, 0, {group.id: encode_group(group)})
+    return folder
+
+
+def test_policy_learns_from_the_groups_of_a_run(run: Path, digits_model: Path, world: World, tmp_path: Path) -> None:
+    trainer = {"name": "dpo", "data": {"run": str(run)}, "validation": {"rows": 5, "every_steps": 3}}
+    config = run_trainer(write_run(tmp_path, "dpo", digits_model, trainer), world)
+    steps = steps_of(config.paths)
+    assert steps[1]["epoch"] == pytest.approx(8 / 10), "of 16 groups, one without spread and five held out"
+    assert steps[STEPS]["accuracy"] > 0.7
+    records = [json.loads(line) for line in config.paths.metrics.read_text(encoding="utf-8").splitlines()]
+    validated = [record["loss"] for record in records if record["kind"] == "eval"]
+    assert validated[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert validated[-1] < validated[0]
+
+
+def test_adapters_start_from_their_base_as_reference(
+    rows: Path, digits_model: Path, world: World, tmp_path: Path
+) -> None:
+    file = write_run(tmp_path, "lora", digits_model, {"name": "dpo", "data": str(rows)})
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["model"]["lora"] = {"rank": 4, "export": "adapter"}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    steps = steps_of(run_trainer(file, world).paths)
+    assert steps[1]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert steps[STEPS]["loss"] < steps[1]["loss"]
+    config["learner"]["trainer"]["name"] = "reward_model"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match="lora"):
+        run_trainer(file, world)
+
+
+def test_critic_takes_a_value_model_of_a_run(run: Path, digits_model: Path, world: World, tmp_path: Path) -> None:
+    trainer = {"name": "value_model", "data": {"run": str(run)}}
+    file = write_run(tmp_path, "value", digits_model, trainer, optimizer={**OPTIMIZER, "lr": 5e-3})
+    config = run_trainer(file, world)
+    steps = steps_of(config.paths)
+    assert steps[1]["value_explained"] < 0
+    assert steps[STEPS]["value_explained"] > 0.2
+    critic = load_critic(CriticConfig(path=config.paths.export), digits_model, OPTIONS, world)
+    assert critic is not None
+    (batch,) = pack([all_actions(np.array(Tokenizer(digits_model).encode("12r21")))], token_budget=16)
+    with torch.no_grad():
+        values = critic.values(batch)
+        of_files = AutoModelForTokenClassification.from_pretrained(config.paths.export).eval()
+        torch.testing.assert_close(values, of_files(batch.input_ids_1N).logits[0, :, 0], rtol=1e-5, atol=1e-6)
+    assert values.abs().max() > 1e-2
 
 
 @torch.no_grad()
