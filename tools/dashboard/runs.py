@@ -76,6 +76,14 @@ class Run:
         """Seconds since 1970 of the last state of the servers."""
         return _changed_at(self.folder.servers)
 
+    @property
+    def trainer(self) -> str:
+        """The kind of training; `rl` where the configuration can't be read."""
+        config = self.config()
+        learner = config.get("learner") if isinstance(config, dict) else None
+        trainer = learner.get("trainer") if isinstance(learner, dict) else None
+        return str(trainer.get("name", "rl")) if isinstance(trainer, dict) else "rl"
+
     def overview(self) -> Record:
         """The run's line in the list of runs."""
         last = self._last()
@@ -90,8 +98,10 @@ class Run:
             "steps": step.get("steps"),
             "started_at": starts[0].get("started_at") if starts else None,
             "updated_at": self.updated_at,
+            "trainer": self.trainer,
             "reward": step.get("reward"),
             "score": evaluation.get("score"),
+            "loss": step.get("loss"),
         }
 
     def detail(self) -> Record:
