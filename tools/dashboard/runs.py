@@ -17,6 +17,7 @@ from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.metrics.catalog import CATALOG
+from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 from slipstream.tools.dashboard.columns import VERSION, MetricsTable, Table, numbers, thinned
 from slipstream.tools.follow import JsonLinesFollower, LineFollower, Record, parse_line
 from slipstream.tools.launch.ports import unset_ports
@@ -281,7 +282,7 @@ def catalogue() -> list[Record]:
     return [
         {"name": name, "unit": metric.unit, "meaning": metric.meaning, "kind": kind}
         for kind, metrics in CATALOG.items()
-        for metric in metrics
+        for metric in (*metrics, *FILE_CATALOG[kind])
         for name in metric.names
     ]
 
