@@ -120,13 +120,12 @@ def _plan(run: Run) -> Plan:
         return values.get(key) if isinstance(values, dict) else None
 
     steps, bound, reward = setting("learner", "steps"), setting("buffer", "max_staleness"), setting("eval", "reward")
-    trainer = setting("learner", "trainer")
     return Plan(
         run.folder.name,
         steps if isinstance(steps, int) else 0,
         bound if isinstance(bound, int) else 0,
         reward if isinstance(reward, str) else None,
-        is_rl=not isinstance(trainer, dict) or trainer.get("name", "rl") == "rl",
+        is_rl=run.trainer == "rl",
     )
 
 

@@ -1,7 +1,6 @@
 """Token sequences of demonstrations: chats with the assistant's tokens as targets, prompts with completions, texts."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,6 +21,10 @@ Message = Mapping[str, Any]
 PROMPTS: Final = ("prompt", "question", "instruction", "problem")
 COMPLETIONS: Final = ("completion", "response", "answer", "output", "solution")
 """Columns by which prompt and completion are recognised, unless `columns` names them; the first that a row has."""
+
+
+UNENDED_S: Final = 3600.0
+"""Time between two warnings of templates without stop tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class DemonstrationEncoder:
     tokenizer: Tokenizer
     assistant_only: bool
     """Targets are the assistant's tokens, or those of the completion; otherwise all."""
-    unended: LogInterval = field(default_factory=lambda: LogInterval(math.inf))
+    unended: LogInterval = field(default_factory=lambda: LogInterval(UNENDED_S))
 
     def encode(self, demonstration: Chat | Completion) -> list[TokenSequence]:
         """Its token sequences, with its targets as actions: one, or of some chats one for each answer.
