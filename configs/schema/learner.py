@@ -139,8 +139,8 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3*
 class KlConfig(Section):
     """Penalty on KL(π_θ‖π_ref) to a frozen reference model, sharded like the policy."""
 
-    coefficient: float = Field(gt=0)
-    """Weight of the penalty; with `target`, its initial value."""
+    coefficient: float = Field(ge=0)
+    """Weight of the penalty; with `target`, its initial value. 0: the divergence is measured only."""
     estimator: KlEstimator = "k3"
     """Estimate per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value with the
     gradient of k2, which is unbiased for fresh answers. `k3*` is k3 times π_θ/μ, whose value and gradient are unbiased
@@ -200,6 +200,20 @@ class CriticConfig(Section):
     pretrain_steps: int = Field(default=0, ge=0)
     """First steps, which train the critic alone (VAPO's value pre-training); the policy's warm-up follows."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class ProcessRewardConfig(Section):
+    """Implicit process reward model for `learner.advantage: prime`, sharded like the policy (arXiv 2502.01456).
+
+    A language model that is trained on the outcomes of each step's answers, by the cross-entropy of the rewards,
+    limited to 0..1. The reward of a token is β · log of its probability over that under the model's initial weights.
+    """
+
+    path: UserPath | None = None
+    """Folder of the initial model, with the policy's tokenizer; unset: the policy's."""
+    beta: float = Field(default=0.05, gt=0)
+    """β."""
+    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class ThrottleConfig(Section):
@@ -297,6 +311,8 @@ class LearnerConfig(Section):
     """Penalty on the divergence from a reference policy; unset: none, and no reference model is loaded."""
     critic: CriticConfig | None = None
     """Value model, for `advantage: gae`; unset: none."""
+    process_reward: ProcessRewardConfig | None = None
+    """Process reward model, for `advantage: prime`; unset: none."""
     throttle: ThrottleConfig | None = None
     """Adaptive bound of the staleness; unset: `buffer.max_staleness` throughout."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -341,6 +357,10 @@ class LearnerConfig(Section):
         advantage, loss, correction, problems = self.advantage, self.loss, self.correction, []
         if (advantage.name == "gae") != (self.critic is not None):
             problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
+        if (advantage.name == "prime") != (self.process_reward is not None):
+            problems.append("learner.advantage: prime and learner.process_reward need each other; give both or neither")
+        if advantage.name == "online_dpo":
+            problems += self._online_dpo_problems()
         if (loss.aggregation == "constant") != (loss.constant is not None):
             problems.append("learner.loss.aggregation: constant and learner.loss.constant need each other")
         if loss.name == "decoupled_ppo" and (correction.proximal == "behaviour" or correction.weight == "none"):
@@ -367,6 +387,15 @@ class LearnerConfig(Section):
             )
         return problems
 
+    def _online_dpo_problems(self) -> list[str]:
+        needed = {
+            "learner.kl, whose reference is DPO's (coefficient: 0 for no penalty)": self.kl is not None,
+            "learner.updates_per_step=1, as its factors are of the step's first weights": self.updates_per_step == 1,
+            "learner.loss: reinforce": self.loss.name == "reinforce",
+            "learner.loss.aggregation: seq-mean-token-sum": self.loss.aggregation == "seq-mean-token-sum",
+        }
+        return [f"learner.advantage: online_dpo needs {what}" for what, given in needed.items() if not given]
+
     def _step_problems(self) -> list[str]:
         problems = []
         if self.groups_per_step % self.updates_per_step:
@@ -389,6 +418,8 @@ class LearnerConfig(Section):
         warmups = [("learner.optimizer", self.optimizer, self.steps - pretrain)]
         if self.critic is not None:
             warmups.append(("learner.critic.optimizer", self.critic.optimizer, self.steps))
+        if self.process_reward is not None:
+            warmups.append(("learner.process_reward.optimizer", self.process_reward.optimizer, self.steps))
         after = f" less {pretrain} of learner.critic.pretrain_steps" if pretrain else ""
         return [
             f"{key}.warmup_steps={optimizer.warmup_steps} is more than learner.steps={self.steps}"

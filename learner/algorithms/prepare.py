@@ -20,6 +20,7 @@ from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.divergence import kl_estimate
+from slipstream.learner.algorithms.process_reward import ProcessRewardModel, ProcessScores
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.lora import without_adapters
@@ -46,6 +47,7 @@ class PreparedStep:
     reference_logprobs_BT: Tensor | None
     values_BT: Tensor | None
     returns_BT: Tensor | None
+    process: ProcessScores | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class StepPreparer:
     reference: nn.Module | None
     """The policy itself where that has adapters: without them it is the reference."""
     critic: Critic | None
+    process_reward: ProcessRewardModel | None
 
     @torch.no_grad()
     def __call__(
@@ -88,6 +91,7 @@ class StepPreparer:
         proximal_BT, collision_BT = self._proximal(rows, to_score)
         batches = [*chain.from_iterable(updates)]
         reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
+        process = self._process(rows, batches)
         inputs = AdvantageInputs(
             mask_BT=rows.by_episode(rows.mask_BT),
             rewards_BT=rows.by_episode(self._rewards(rows, proximal_BT, reference_BT, kl_coefficient)),
@@ -96,6 +100,8 @@ class StepPreparer:
             greedy_rewards_B=rows.greedy_reward_E,
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
+            reference_logprobs_BT=None if reference_BT is None else rows.by_episode(reference_BT),
+            process_rewards_BT=None if process is None else rows.by_episode(process.rewards_BT),
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             turn_BT=None if rows.turn_BT is None else rows.by_episode(rows.turn_BT),
             state_BT=None if rows.state_BT is None else rows.by_episode(rows.state_BT),
@@ -119,6 +125,7 @@ class StepPreparer:
             reference_logprobs_BT=reference_BT,
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
+            process=process,
         )
 
     def _total(self, values: Tensor) -> Tensor:
@@ -138,7 +145,7 @@ class StepPreparer:
     def _needs_all_scores(self) -> bool:
         learner = self.learner
         in_reward = learner.kl is not None and learner.kl.place == "reward"
-        return learner.correction.needs_proximal_first or in_reward or learner.advantage.needs_collision
+        return learner.correction.needs_proximal_first or in_reward or learner.advantage.needs_logprobs
 
     def _proximal(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
         collision_BT = torch.zeros_like(rows.mask_BT) if self.learner.advantage.needs_collision else None
@@ -164,6 +171,16 @@ class StepPreparer:
         if self.critic is None:
             return None
         return _score_all(rows, batches, self.critic.values)
+
+    def _process(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> ProcessScores | None:
+        if self.process_reward is None:
+            return None
+        scores = ProcessScores(torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT))
+        for batch in batches:
+            rewards_A, reference_A = self.process_reward.score(batch)
+            batch.put(scores.rewards_BT, rewards_A)
+            batch.put(scores.reference_BT, reference_A)
+        return scores
 
     def _returns(self, rows: ActionBatch, inputs: AdvantageInputs) -> Tensor | None:
         if self.critic is None:

@@ -219,6 +219,17 @@ STEP: Final = (
     _metric("critic_lr", "", "as `lr`, of the critic", verl="critic/lr"),
     _metric("critic_grad_norm", "", "as `grad_norm`, of the critic", verl="critic/grad_norm"),
     _metric(
+        "process_reward",
+        "",
+        "mean sum of an answer's implicit process rewards, in the update; with `learner.process_reward`",
+        verl="reward_model/raw_reward",
+    ),
+    _metric("process_reward_loss", "", "its cross-entropy with the outcomes", verl="reward_model/dpo_loss"),
+    _metric(
+        "process_reward_accuracy", "0–1", "share of answers whose process reward is above 0 as their outcome is above ½"
+    ),
+    _metric("process_reward_lr process_reward_grad_norm", "", "as `lr` and `grad_norm`, of the process reward model"),
+    _metric(
         "throttle/max_staleness throttle/lr_scale", "versions, 0–1", "state of the throttle; with `learner.throttle`"
     ),
     _metric(

@@ -23,6 +23,7 @@ _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
     "input_tokens", "flops",
+    "process_loss", "process_answers", "process_right", "process_reward",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -115,6 +116,12 @@ class StepSums:
             metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
         if total["valued"]:
             metrics |= _critic_metrics(total)
+        if total["process_answers"]:
+            metrics |= {
+                "process_reward_loss": total["process_loss"],
+                "process_reward_accuracy": total["process_right"] / total["process_answers"],
+                "process_reward": total["process_reward"] / total["process_answers"],
+            }
         return metrics | {name: float(value) for name, value in self._values.items()}
 
 

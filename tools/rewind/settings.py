@@ -22,6 +22,13 @@ EFFECTS: Final[Mapping[str, Sequence[str]]] = {
     "learner.correction": ("truncated_fraction", "masked_fraction", "masked/", *_NUMBERS),
     "learner.kl": ("reference_kl", "kl_coefficient", *_NUMBERS),
     "learner.critic": ("value_loss", "critic_lr", "critic_grad_norm", *_NUMBERS),
+    "learner.process_reward": (
+        "process_reward_loss",
+        "process_reward_lr",
+        "process_reward_grad_norm",
+        "process_reward",
+        *_NUMBERS,
+    ),
     "learner.updates_per_step": ("clip_fraction", "ess", *_NUMBERS),
     "learner.groups_per_step": ("answers", "actions", "tokens"),
     "learner.steps": ("lr",),

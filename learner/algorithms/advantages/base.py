@@ -51,7 +51,12 @@ class AdvantageInputs:
     """The critic's value of the state before each action (`gae`)."""
     logprobs_BT: Tensor | None = None
     """log π_prox of the actions; None if it is not computed for the whole step before its first update. It is for
-    `learner.kl.place: reward`, for corrections that normalise, reject or veto, and for `optimal_token_baseline`."""
+    `learner.kl.place: reward`, for corrections that normalise, reject or veto, for `optimal_token_baseline` and
+    `online_dpo`."""
+    reference_logprobs_BT: Tensor | None = None
+    """log π_ref of the actions, with `learner.kl` (`online_dpo`)."""
+    process_rewards_BT: Tensor | None = None
+    """Implicit process reward of each action, with `learner.process_reward` (`prime`)."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (`optimal_token_baseline`)."""
     turn_BT: Tensor | None = None

@@ -19,6 +19,7 @@ from slipstream.learner.algorithms.divergence import KlCoefficient, answer_weigh
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
+from slipstream.learner.algorithms.process_reward import ProcessRewardModel
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
@@ -55,6 +56,7 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None
     critic: Critic | None
+    process_reward: ProcessRewardModel | None
     kl: KlCoefficient | None
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
@@ -63,14 +65,15 @@ class TrainStep:
     """Those of policy and critic."""
     flops: ModelFlops = field(init=False)
     """Of the policy."""
-    _critic_flops: ModelFlops | None = field(init=False)
+    _further_flops: Sequence[ModelFlops] = field(init=False)
+    """Of the other models that every update trains."""
     _prepare: StepPreparer = field(init=False)
     _lr: float = field(init=False, default=0.0)
     """The policy's learning rate in the present step."""
 
     def __post_init__(self) -> None:
         self.flops = ModelFlops.of_model(self.model)
-        self._critic_flops = None if self.critic is None else self.critic.flops
+        self._further_flops = [model.flops for model in (self.critic, self.process_reward) if model is not None]
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
         self._loss = build_loss(self.learner.loss)
         advantage = build_advantage(self.learner.advantage)
@@ -84,6 +87,7 @@ class TrainStep:
             model=self.model,
             reference=self.reference,
             critic=self.critic,
+            process_reward=self.process_reward,
         )
 
     def run(self, data: StepData, *, unpublished_steps: int, traced: ActionTrace | None = None) -> dict[str, float]:
@@ -127,6 +131,9 @@ class TrainStep:
             if self.critic is not None:
                 with span("update critic", micro_batches=len(batches)):
                     self._update_critic(self.critic, batches, prepared, sums)
+            if self.process_reward is not None:
+                with span("update process reward model", micro_batches=len(batches)):
+                    self._update_process_reward(self.process_reward, batches, prepared, sums)
         sums.set("skipped_updates", self.skipped.count)
         if self.skipped.count > skipped_before:
             skipped = self.skipped.count - skipped_before
@@ -146,7 +153,7 @@ class TrainStep:
     def _flops_of(self, batches: Sequence[MicroBatch], *, trains_policy: bool) -> float:
         """Operations of an update on this rank's part of it."""
         trained = [self.flops] if trains_policy else []
-        trained += [] if self._critic_flops is None else [self._critic_flops]
+        trained += self._further_flops
         lengths = [length for batch in batches for length in batch.segment_lengths]
         return sum(flops(lengths, actions=sum(batch.actions for batch in batches)) for flops in trained)
 
@@ -162,6 +169,10 @@ class TrainStep:
             critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
             set_learning_rate(self.critic.optimizer, critic_lr)
             sums.set("critic_lr", critic_lr)
+        if self.process_reward is not None:
+            process_lr = learning_rate(step, steps=learner.steps, config=self.process_reward.config.optimizer)
+            set_learning_rate(self.process_reward.optimizer, process_lr)
+            sums.set("process_reward_lr", process_lr)
 
     def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
         seed = np.random.SeedSequence([self.seed, step, number, self.world.data_rank]).generate_state(1)
@@ -238,6 +249,26 @@ class TrainStep:
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
         self._optimizer_step(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
+    def _update_process_reward(
+        self, process: ProcessRewardModel, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
+    ) -> None:
+        assert prepared.process is not None, "a process reward model, but no scores"
+        answers = self._totals(batches, prepared.rows.mask_BT).sequences
+        for batch in batches:
+            terms = process.loss(
+                batch, prepared.rows, prepared.process, answers=answers, kept_bytes=self.learner.logits_bytes
+            )
+            torch.autograd.backward(terms.loss * self.world.data_size)
+            sums.add(
+                process_loss=terms.loss.detach() / self.learner.updates_per_step,
+                process_answers=terms.answers,
+                process_right=terms.right,
+                process_reward=terms.reward,
+            )
+        self._optimizer_step(
+            process.model, process.optimizer, process.config.optimizer, "process_reward_grad_norm", sums
+        )
+
     def _optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, metric: str, sums: StepSums
     ) -> None:
@@ -257,8 +288,10 @@ class TrainStep:
     @property
     def trained(self) -> ModelsAndOptimizers:
         """Models and optimizers by name, for checkpoints."""
-        policy = {"policy": (self.model, self.optimizer)}
-        return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+        others = {"critic": self.critic, "process_reward": self.process_reward}
+        return {"policy": (self.model, self.optimizer)} | {
+            name: (other.model, other.optimizer) for name, other in others.items() if other is not None
+        }
 
     def checksum(self) -> str:
         """Checksum of all weights that are trained; a collective."""

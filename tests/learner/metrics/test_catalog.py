@@ -33,6 +33,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
     "throttle": {"max_kl": 1.0}, "router_replay": True,
+    "process_reward": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}},
 }  # fmt: skip
 
 
