@@ -33,7 +33,6 @@ ALL_OPTIONS: dict[str, Any] = {
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
     "throttle": {"max_kl": 1.0}, "router_replay": True,
-    "process_reward": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}},
 }  # fmt: skip
 
 
@@ -97,6 +96,8 @@ def found(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
     base_folder = tmp_path_factory.mktemp("run")
     write_experts(base_folder / "model")
     base = run_config(base_folder / "model", base_folder, steps=STEPS, **ALL_OPTIONS)
+    process = {"process_reward": ProcessRewardConfig(optimizer=OptimizerConfig(warmup_steps=0))}
+    base = base.model_copy(update={"learner": base.learner.model_copy(update=process)})  # no advantage needs both
     groups = base_folder / "groups"
     record_with_experts(groups, RECORDED_STEPS, base)
     config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8})})
