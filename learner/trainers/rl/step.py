@@ -1,6 +1,6 @@
 """One RL training step: preparation, then optimizer updates of policy and critic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.process_reward import ProcessRewardModel
-from slipstream.learner.algorithms.registry import build_advantage, build_loss
+from slipstream.learner.algorithms.registry import Algorithm
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
@@ -41,7 +41,8 @@ log = get_log("learner.step")
 class TrainStep:
     """Models and optimizers of an RL training, and its training step; on every rank."""
 
-    learner: LearnerConfig
+    algorithms: Mapping[str, LearnerConfig]
+    """`RunConfig.algorithms`: the learner's settings, and those with the algorithms of single envs."""
     sampling: SamplingConfig
     """Sampling of the rollout servers."""
     rewards: Sequence[RewardConfig]
@@ -75,15 +76,14 @@ class TrainStep:
         self.flops = ModelFlops.of_model(self.model)
         self._further_flops = [model.flops for model in (self.critic, self.process_reward) if model is not None]
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
-        self._loss = build_loss(self.learner.loss)
-        advantage = build_advantage(self.learner.advantage)
+        self._algorithms = [Algorithm.of(each) for each in self.algorithms.values()]
         self._prepare = StepPreparer(
             learner=self.learner,
             temperature=self.sampling.temperature,
             term_weights=[term.weight for term in self.rewards if term.weight],
             steps_per_version=self.steps_per_version,
             world=self.world,
-            advantage=advantage,
+            algorithms=self._algorithms,
             model=self.model,
             reference=self.reference,
             critic=self.critic,
@@ -102,7 +102,9 @@ class TrainStep:
 
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
-        sums = StepSums(self.world.device, self.learner.correction.reasons)
+        reasons = dict.fromkeys(reason for each in self.algorithms.values() for reason in each.correction.reasons)
+        streams = dict.fromkeys(name for each in self.algorithms.values() for name in each.streams.further)
+        sums = StepSums(self.world.device, list(reasons), list(streams))
         updates = [aligned(batches, self.world) for batches in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
@@ -120,6 +122,7 @@ class TrainStep:
             traced.prepared(data.updates, prepared.advantages_BT)
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
+        sums.add(**{f"{name}_tokens": stream.mask_BT.sum() for name, stream in prepared.streams.items()})
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
@@ -178,12 +181,12 @@ class TrainStep:
         seed = np.random.SeedSequence([self.seed, step, number, self.world.data_rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
         return Objective(
-            learner=self.learner,
+            algorithms=self._algorithms,
             horizon=self.sampling.max_tokens,
-            loss=self._loss,
             prepared=prepared,
             update=number,
             totals=self._totals(batches, mask_BT),
+            tokens={name: self._totals(batches, each.mask_BT).tokens for name, each in prepared.streams.items()},
             kl_coefficient=self._kl_coefficient,
             generator=torch.Generator().manual_seed(int(seed[0])),
         )
@@ -196,7 +199,7 @@ class TrainStep:
         sums: StepSums,
         traced: ActionTrace | None,
     ) -> None:
-        entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
+        entropy: Entropy = "gradient" if any(each.loss.entropy_bonus for each in self.algorithms.values()) else "value"
         reference_ess = self.learner.correction.reference_ess
         answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
@@ -205,6 +208,7 @@ class TrainStep:
                 batch,
                 temperature=self.sampling.temperature,
                 entropy=entropy,
+                targets=True,
                 kept_bytes=self.learner.logits_bytes,
             )
             if batch.actions == 0:
@@ -217,6 +221,7 @@ class TrainStep:
             if traced is not None:
                 traced.add(objective.update, index, values)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
+            sums.add(**{f"{name}_loss": part / self.learner.updates_per_step for name, part in values.streams.items()})
             if reference_ess is not None:
                 answers += answer_weight_sums(values.target_BT - values.behaviour_BT, values.mask_BT)
         if reference_ess is not None:
@@ -279,6 +284,11 @@ class TrainStep:
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""
         return totals_of(*(batch.of_step(mask_BT) for batch in batches), total=self.world.sum)
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """The learner's settings."""
+        return self.algorithms[""]
 
     @property
     def updated(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.learner import OptimizerConfig, ProcessRewardConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
