@@ -23,7 +23,6 @@ from slipstream.tools.cli import at_least, new_file
 
 SETTINGS: Final = (
     "learner.groups_per_step=32",
-    "learner.updates_per_step=2",  # with one, target and proximal policy are equal, and so are the losses
     "rollout.group_size=8",
     "learner.optimizer.lr=7.0e-4",
     "learner.optimizer.warmup_steps=20",
@@ -32,7 +31,9 @@ SETTINGS: Final = (
     "learner.loss.entropy_bonus=0",
     "weights.publish_every_steps=1",
 )
-"""Changes to the demo."""
+"""Changes to the demo and to recipes."""
+TWO_UPDATES: Final = "learner.updates_per_step=2"
+"""Change to the demo: with one, target and proximal policy are equal, and so are the losses. Recipes have their own."""
 SHORT: Final = (
     "env.options.length=2",
     "env.options.eval_tasks=10",
@@ -92,7 +93,7 @@ def recipe(name: str) -> Objective:
 
 COMPARED: Final = (
     "ipo", "kpop", "vespo", "asympo", "max_rl", "deepseek_v3_2", "seq_mask_tis", "vcpo", "m2po", "gspo", "cispo",
-    "topr", "dppo",
+    "topr", "dppo", "sppo", "online_dpo", "prime",
 )  # fmt: skip
 """Recipes of the study `recipes`."""
 
@@ -210,7 +211,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     if options.plot is not None:
         draw(study.title, titles, cells, options.plot)
     return {
-        "overrides": [*SETTINGS, *study.overrides],
+        "overrides": [*SETTINGS, TWO_UPDATES, *study.overrides],
         "objectives": {name: [objective.file.name, *objective.overrides] for name, objective in objectives.items()},
         "runs": [asdict(run) | thinned(curves) for run, curves in results.items()],
     }
@@ -244,7 +245,8 @@ def plan(
     def config(objective: Objective, lag: int, seed: int) -> RunConfig:
         own = (f"run.dir={folder}", f"run.name=seed{seed}", f"run.seed={seed}", f"learner.steps={steps}")
         changes = (*SETTINGS, *study.overrides, *own, f"buffer.max_staleness={lag}")
-        return load_config(objective.file, (*changes, *objective.overrides))
+        updates = (TWO_UPDATES,) if objective.file == DEMO else ()
+        return load_config(objective.file, (*changes, *updates, *objective.overrides))
 
     demo = load_config(DEMO).env.name
     runs: dict[Run, RunConfig] = {}
