@@ -129,11 +129,18 @@ STEP: Final = (
     _metric(
         "loss",
         "",
-        "loss under `learner.loss.aggregation`, mean over the step's updates; of rows of files, mean over the terms",
+        "loss under `learner.loss.aggregation`, mean over the step's updates, with further streams the weighted sum of all; "
+        "of rows of files, mean over the terms",
         verl="actor/pg_loss",
         trl="loss",
         prime_rl="loss/mean",
     ),
+    _metric(
+        "rl_loss ce_loss ref_kl_loss",
+        "",
+        "part of each of `learner.streams` in it, without its weight; of `ce` in nats per token, of `ref_kl` an estimate of KL(π_θ‖π_ref) in nats",
+    ),
+    _metric("ce_tokens ref_kl_tokens", "tokens", "tokens of these streams"),
     _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
     _metric("weight_mean", "", "mean of w; 1 in expectation", trl="sampling/importance_sampling_ratio/mean"),
     _metric(
@@ -218,6 +225,17 @@ STEP: Final = (
     ),
     _metric("critic_lr", "", "as `lr`, of the critic", verl="critic/lr"),
     _metric("critic_grad_norm", "", "as `grad_norm`, of the critic", verl="critic/grad_norm"),
+    _metric(
+        "process_reward",
+        "",
+        "mean sum of an answer's implicit process rewards, in the update; with `learner.process_reward`",
+        verl="reward_model/raw_reward",
+    ),
+    _metric("process_reward_loss", "", "its cross-entropy with the outcomes", verl="reward_model/dpo_loss"),
+    _metric(
+        "process_reward_accuracy", "0–1", "share of answers whose process reward is above 0 as their outcome is above ½"
+    ),
+    _metric("process_reward_lr process_reward_grad_norm", "", "as `lr` and `grad_norm`, of the process reward model"),
     _metric(
         "throttle/max_staleness throttle/lr_scale", "versions, 0–1", "state of the throttle; with `learner.throttle`"
     ),

@@ -23,6 +23,7 @@ _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
     "input_tokens", "flops",
+    "process_loss", "process_answers", "process_right", "process_reward",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -32,10 +33,16 @@ _SQUARES = "reward_squared"
 class StepSums:
     """Accumulates on the device; nothing is copied to the host before `means`."""
 
-    def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
-        """`reasons`: those for which the correction can mask actions, the same on all ranks."""
-        self._reasons = reasons
-        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
+    def __init__(self, device: torch.device, reasons: Sequence[str] = (), streams: Sequence[str] = ()) -> None:
+        """Both lists are the same on all ranks.
+
+        Args:
+            reasons: those for which the correction can mask actions.
+            streams: those beside `rl`.
+        """
+        self._reasons, self._streams = reasons, streams
+        of_streams = [f"{name}_{what}" for name in streams for what in ("loss", "tokens")]
+        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons), "rl_loss", *of_streams]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
@@ -113,8 +120,17 @@ class StepSums:
         if total["actions"]:
             metrics |= _policy_metrics(total)
             metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
+        if self._streams:
+            metrics["rl_loss"] = total["rl_loss"]
+        metrics |= {f"{name}_{what}": total[f"{name}_{what}"] for name in self._streams for what in ("loss", "tokens")}
         if total["valued"]:
             metrics |= _critic_metrics(total)
+        if total["process_answers"]:
+            metrics |= {
+                "process_reward_loss": total["process_loss"],
+                "process_reward_accuracy": total["process_right"] / total["process_answers"],
+                "process_reward": total["process_reward"] / total["process_answers"],
+            }
         return metrics | {name: float(value) for name, value in self._values.items()}
 
 

@@ -28,7 +28,8 @@ from slipstream.tools.rewind.session import ReplayedStep, Request, Session
 
 SHOWN: Final = (
     "reward", "loss", "grad_norm", "lr", "entropy", "kl_k3", "ess", "clip_fraction", "truncated_fraction",
-    "masked_fraction", "reference_kl", "value_loss", "critic_grad_norm",
+    "masked_fraction", "reference_kl", "value_loss", "critic_grad_norm", "process_reward_loss",
+    "process_reward_grad_norm",
 )  # fmt: skip
 """Metrics that are printed, where a step has them."""
 NOT_COMPARED: Final = {"skipped_updates"}

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.learner import OptimizerConfig, ProcessRewardConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
@@ -96,6 +97,8 @@ def found(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
     base_folder = tmp_path_factory.mktemp("run")
     write_experts(base_folder / "model")
     base = run_config(base_folder / "model", base_folder, steps=STEPS, **ALL_OPTIONS)
+    process = {"process_reward": ProcessRewardConfig(optimizer=OptimizerConfig(warmup_steps=0))}
+    base = base.model_copy(update={"learner": base.learner.model_copy(update=process)})  # no advantage needs both
     groups = base_folder / "groups"
     record_with_experts(groups, RECORDED_STEPS, base)
     config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8})})

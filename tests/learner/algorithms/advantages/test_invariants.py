@@ -14,7 +14,7 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
 from tests.learner.algorithms.ranks import on_two_ranks
 
-OVER_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae"]
+OVER_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae", "online_dpo"]
 all_advantages = pytest.mark.parametrize("name", ADVANTAGES.built_in)
 
 

@@ -54,6 +54,14 @@ STEPS = 3
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "critic": {"advantage": "gae", "critic": CRITIC},
+    "process_reward": {"advantage": "prime", "process_reward": {"beta": 0.5, "optimizer": CRITIC["optimizer"]}},
+    "online_dpo": {
+        "advantage": "online_dpo",
+        "kl": {"coefficient": 0.0},
+        "updates_per_step": 1,
+        "loss": {"name": "reinforce", "aggregation": "seq-mean-token-sum"},
+    },
+    "sppo": {"advantage": "win_rate", "loss": {"name": "sppo", "eta": 5.0}},
     "whitened": {"advantage": "reinforce_plus_plus"},
     "reference": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "correction": {"correction": {"normalise": True, "second_moment": 0.5, "veto": 1e-4}},
