@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.distill import DistillConfig
 from slipstream.configs.schema.losses import LossConfig, PpoConfig
 from slipstream.configs.schema.trainers import RlConfig, TrainerConfig
 
@@ -295,6 +296,8 @@ class LearnerConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig | None = None
     """Penalty on the divergence from a reference policy; unset: none, and no reference model is loaded."""
+    distill: DistillConfig | None = None
+    """Distillation from teachers; unset: none."""
     critic: CriticConfig | None = None
     """Value model, for `advantage: gae`; unset: none."""
     throttle: ThrottleConfig | None = None

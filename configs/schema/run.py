@@ -223,6 +223,7 @@ class RunConfig(Section):
         return [
             *self._reward_problems(),
             *self.learner.rl_problems(),
+            *self._distill_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -233,11 +234,21 @@ class RunConfig(Section):
             *self._transport_problems(),
         ]
 
+    def _distill_problems(self) -> list[str]:
+        learner = self.learner
+        if learner.distill is None:
+            return []
+        return learner.distill.problems(
+            temperature=self.rollout.sampling.temperature, context_parallel=learner.parallel.cp
+        )
+
     def _reward_problems(self) -> list[str]:
-        if not self.rewards:  # not min_length: that also complains when a term is wrong
+        if (
+            not self.rewards and self.learner.distill is None
+        ):  # not min_length: that also complains when a term is wrong
             return ["rewards must name at least one term"]
         problems = []
-        if not any(term.weight for term in self.rewards):
+        if not any(term.weight for term in self.rewards) and self.learner.distill is None:
             problems.append("rewards: none has a weight, so there is nothing to learn from")
         twice = sorted(name for name, count in Counter(term.name for term in self.rewards).items() if count > 1)
         if twice:

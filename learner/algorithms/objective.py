@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.configs.schema.distill import DistillConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate
 from slipstream.learner.algorithms.correction import correct, interpolate
+from slipstream.learner.algorithms.distillation import distillation_advantage
 from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.selective import top_entropy
@@ -42,6 +44,29 @@ class ActionValues:
     entropy_BT: Tensor | None
     reference_kl_BT: Tensor | None
     """Estimates of KL(π_θ‖π_ref), if there is a reference."""
+    distilled: "Distilled | None" = None
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Distillation of a micro-batch's actions, detached; 0 where one is not distilled."""
+
+    mask_BT: Tensor
+    kl_BT: Tensor
+    """Divergence from the teacher, or log π_θ - log π_T where only the actions' log-probs are known."""
+    agreed_BT: Tensor | None
+    """1.0 where policy and teacher hold the same token likeliest; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The part of teachers in the objective of an update."""
+
+    config: DistillConfig
+    mask_BT: Tensor
+    """1.0 where an action of the step is distilled, and not rejected by the correction of the step."""
+    totals: Totals
+    """Of these, over the whole update on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +84,17 @@ class Objective:
     """Actions and trajectories in the loss of the whole update, on all ranks."""
     kl_coefficient: float
     generator: torch.Generator
+    distillation: Distillation | None = None
 
-    def __call__(self, scores: ActionScores, batch: MicroBatch) -> tuple[Tensor, ActionValues]:
-        """The micro-batch's share of the update's loss, with gradient, and values of its actions."""
+    def __call__(
+        self, scores: ActionScores, batch: MicroBatch, teacher_BT: Tensor | None = None
+    ) -> tuple[Tensor, ActionValues]:
+        """The micro-batch's share of the update's loss, with gradient, and values of its actions.
+
+        Args:
+            scores: with divergence and agreement, if distributions are distilled.
+            teacher_BT: log π_T, if advantages are.
+        """
         rows = self.prepared.rows
         mask_BT = batch.of_step(rows.mask_BT)
         behaviour_BT = batch.of_step(rows.behaviour_logprobs_BT)
@@ -69,12 +102,17 @@ class Objective:
         initial_BT = self._initial(batch, target_BT.detach())
         proximal_BT = self._proximal(batch, initial_BT, target_BT.detach())
         importance_weights_BT, kept_BT, truncated_BT = self._correction(batch, proximal_BT)
+        advantages_BT = batch.of_step(self.prepared.advantages_BT)
+        distilled = self._distilled(scores, batch, target_BT.detach(), teacher_BT)
+        if self.distillation is not None and teacher_BT is not None and distilled is not None:
+            gap_BT = distillation_advantage(teacher_BT, target_BT) * distilled.mask_BT
+            advantages_BT = advantages_BT + self.distillation.config.weight * gap_BT
         terms = self.loss(
             LossInputs(
                 logprobs_BT=target_BT,
                 proximal_logprobs_BT=proximal_BT,
                 behaviour_logprobs_BT=behaviour_BT,
-                advantages_BT=batch.of_step(self.prepared.advantages_BT),
+                advantages_BT=advantages_BT,
                 mask_BT=kept_BT,
                 generator=self.generator,
             )
@@ -90,7 +128,11 @@ class Objective:
         kl = self.learner.kl
         if kl_BT is not None and kl is not None and kl.place == "loss":
             loss_BT = loss_BT + self.kl_coefficient * kl_BT
-        loss = self._aggregate(batch.of_step(rows.importance_weights_B[:, None]) * loss_BT, kept_BT)
+        row_weights_B1 = batch.of_step(rows.importance_weights_B[:, None])
+        loss = self._aggregate(row_weights_B1 * loss_BT, kept_BT)
+        if self.distillation is not None and scores.read:
+            weights_BT = row_weights_B1 * importance_weights_BT
+            loss = loss + self._divergence_loss(self.distillation, scores, batch, weights_BT, kept_BT)
         return loss, ActionValues(
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
@@ -102,7 +144,35 @@ class Objective:
             truncated_BT=truncated_BT,
             entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
             reference_kl_BT=None if kl_BT is None else kl_BT.detach() * mask_BT,
+            distilled=distilled,
         )
+
+    def _divergence_loss(
+        self,
+        distillation: Distillation,
+        scores: ActionScores,
+        batch: MicroBatch,
+        weights_BT: Tensor,
+        kept_BT: Tensor,
+    ) -> Tensor:
+        """The micro-batch's share of the mean divergence over the distilled actions, weighted.
+
+        Those of stale answers count by their truncated importance weight, as SDPO's (arXiv 2601.20802, `is_clip`).
+        """
+        terms_BT = distillation.config.weight * weights_BT * batch.padded(scores.read[0])
+        mask_BT = batch.of_step(distillation.mask_BT) * kept_BT
+        return aggregate(terms_BT, mask_BT, "token-mean", distillation.totals, horizon=1, constant=None)
+
+    def _distilled(
+        self, scores: ActionScores, batch: MicroBatch, target_BT: Tensor, teacher_BT: Tensor | None
+    ) -> Distilled | None:
+        if self.distillation is None:
+            return None
+        mask_BT = batch.of_step(self.distillation.mask_BT)
+        if teacher_BT is not None:
+            return Distilled(mask_BT, (target_BT - teacher_BT) * mask_BT, None)
+        divergence_BT, agreed_BT = (batch.padded(values_A.detach()) for values_A in scores.read)
+        return Distilled(mask_BT, divergence_BT * mask_BT, agreed_BT * mask_BT)
 
     def _initial(self, batch: MicroBatch, target_BT: Tensor) -> Tensor | None:
         if self.prepared.scored[self.update]:

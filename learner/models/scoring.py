@@ -3,6 +3,7 @@
 # A actions, D hidden size
 """
 
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,11 @@ from slipstream.learner.parallel.context import context_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Relative error of logits: larger than that of rounding, smaller than that of another formula."""
+Readout = Callable[[Tensor, Tensor, Tensor | None], Sequence[Tensor]]
+"""Computes further values of the actions, each of shape [A], from their hidden states, and weight and bias of the head.
+"""
 _METHOD = "score_hidden_states"
+_STATES_METHOD = "hidden_states_and_head"
 _CHECKED_TOKENS = 16
 
 
@@ -33,6 +38,7 @@ def score_actions(
     collision: bool = False,
     whole_vocabulary: bool = False,
     kept_bytes: int = 0,
+    readout: Readout | None = None,
 ) -> ActionScores:
     """log π of the batch's actions; a collective where its tokens are split over ranks.
 
@@ -44,14 +50,18 @@ def score_actions(
         collision: also compute it, without gradient.
         whole_vocabulary: give probability also to tokens that are never sampled.
         kept_bytes: most memory for logits that are kept for the backward pass; it computes others a second time.
+        readout: called for the actions of each rank's share of the tokens.
     """
     share = batch.split(context_of(model))
     rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
-    scores = score_share(model, share, rule, entropy=entropy, collision=collision, kept_bytes=kept_bytes)
+    scores = score_share(
+        model, share, rule, entropy=entropy, collision=collision, kept_bytes=kept_bytes, readout=readout
+    )
     return ActionScores(
         share.of_whole(scores.logprobs_A),
         None if scores.entropy_A is None else share.of_whole(scores.entropy_A),
         None if scores.collision_A is None else share.of_whole(scores.collision_A),
+        tuple(share.of_whole(values_A) for values_A in scores.read),
     )
 
 
@@ -63,22 +73,46 @@ def score_share(
     entropy: Entropy = "none",
     collision: bool = False,
     kept_bytes: int = 0,
+    readout: Readout | None = None,
 ) -> ActionScores:
     """`score_actions` of one rank's share of a micro-batch, for its actions only."""
     if not hasattr(model, _METHOD):
         setattr(model, _METHOD, MethodType(_score, model))
         # Then FSDP gathers the head before it, as before a forward pass, and reduces the head's gradient.
         register_fsdp_forward_method(model, _METHOD)
-    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes)
+    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes, readout)
     return scores
 
 
-def _score(
-    model: Any, batch: MicroBatch, rule: LogitRule, entropy: Entropy, collision: bool, kept_bytes: int
-) -> ActionScores:
+def head_states(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states before the actions of a share of a micro-batch, [A, D], and weight and bias of the head.
+
+    The head stays gathered until the model is used or resharded; for passes without gradients.
+    """
+    if not hasattr(model, _STATES_METHOD):
+        setattr(model, _STATES_METHOD, MethodType(_states_and_head, model))
+        register_fsdp_forward_method(model, _STATES_METHOD)
+    found: tuple[Tensor, Tensor, Tensor | None] = getattr(model, _STATES_METHOD)(batch)
+    return found
+
+
+def _states_and_head(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     head = model.get_output_embeddings()
-    return score_states(
-        _hidden_states(model, batch),
+    return _hidden_states(model, batch), head.weight, head.bias
+
+
+def _score(
+    model: Any,
+    batch: MicroBatch,
+    rule: LogitRule,
+    entropy: Entropy,
+    collision: bool,
+    kept_bytes: int,
+    readout: Readout | None,
+) -> ActionScores:
+    head, states_AD = model.get_output_embeddings(), _hidden_states(model, batch)
+    scores = score_states(
+        states_AD,
         head.weight,
         head.bias,
         batch.actions_A,
@@ -87,6 +121,7 @@ def _score(
         collision=collision,
         kept_bytes=kept_bytes,
     )
+    return scores if readout is None else scores._replace(read=tuple(readout(states_AD, head.weight, head.bias)))
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:

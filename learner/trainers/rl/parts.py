@@ -17,6 +17,7 @@ from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.divergence import KlCoefficient
+from slipstream.learner.algorithms.teachers import load_teachers
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
@@ -105,6 +106,9 @@ def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
         optimizer=build_optimizer(model, config.learner.optimizer),
         reference=_load_reference(config.learner.kl, model, path, live, world),
         critic=load_critic(config.learner.critic, path, live, world),
+        teachers=load_teachers(
+            config.learner.distill, model, path, live, world, temperature=config.rollout.sampling.temperature
+        ),
         kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
 

@@ -17,9 +17,10 @@ from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.divergence import KlCoefficient, answer_weight_sums, learning_rate_factor
 from slipstream.learner.algorithms.losses.clipped import value_loss
-from slipstream.learner.algorithms.objective import Objective
+from slipstream.learner.algorithms.objective import Distillation, Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
+from slipstream.learner.algorithms.teachers import Teachers, Teaching
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
@@ -30,7 +31,7 @@ from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
 from slipstream.learner.models.reproducibility import weights_checksum
-from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.scoring import Readout, score_actions
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")
@@ -55,6 +56,7 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None
     critic: Critic | None
+    teachers: Teachers | None
     kl: KlCoefficient | None
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
@@ -114,6 +116,7 @@ class TrainStep:
             )
         if traced is not None:
             traced.prepared(data.updates, prepared.advantages_BT)
+        teaching = None if self.teachers is None else self.teachers.of_step(data.trajectories, rows.mask_BT)
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
         sums.add(episodes=rows.episodes)
@@ -122,8 +125,8 @@ class TrainStep:
             sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
-                    objective = self._objective(prepared, batches, number, data.step)
-                    self._update_policy(batches, objective, own_version, sums, traced)
+                    objective = self._objective(prepared, batches, number, data.step, teaching)
+                    self._update_policy(batches, objective, own_version, sums, traced, teaching)
             if self.critic is not None:
                 with span("update critic", micro_batches=len(batches)):
                     self._update_critic(self.critic, batches, prepared, sums)
@@ -163,9 +166,21 @@ class TrainStep:
             set_learning_rate(self.critic.optimizer, critic_lr)
             sums.set("critic_lr", critic_lr)
 
-    def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
+    def _objective(
+        self,
+        prepared: PreparedStep,
+        batches: Sequence[MicroBatch],
+        number: int,
+        step: int,
+        teaching: Teaching | None,
+    ) -> Objective:
         seed = np.random.SeedSequence([self.seed, step, number, self.world.data_rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
+        distillation = None
+        if teaching is not None:
+            distilled_BT = teaching.mask_BT * mask_BT
+            totals = self._totals(batches, distilled_BT)
+            distillation = Distillation(teaching.teachers.config, distilled_BT, totals)
         return Objective(
             learner=self.learner,
             horizon=self.sampling.max_tokens,
@@ -175,6 +190,7 @@ class TrainStep:
             totals=self._totals(batches, mask_BT),
             kl_coefficient=self._kl_coefficient,
             generator=torch.Generator().manual_seed(int(seed[0])),
+            distillation=distillation,
         )
 
     def _update_policy(
@@ -184,24 +200,29 @@ class TrainStep:
         own_version: int | None,
         sums: StepSums,
         traced: ActionTrace | None,
+        teaching: Teaching | None,
     ) -> None:
         entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
         reference_ess = self.learner.correction.reference_ess
         answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
+            readout, teacher_BT = self._teach(teaching, batch)
             scores = score_actions(
                 self.model,
                 batch,
                 temperature=self.sampling.temperature,
                 entropy=entropy,
                 kept_bytes=self.learner.logits_bytes,
+                readout=readout,
             )
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
+                self._release_teachers()
                 continue
-            loss, values = objective(scores, batch)
+            loss, values = objective(scores, batch, teacher_BT)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
+            self._release_teachers()
             sums.add_policy(values, own_version)
             if traced is not None:
                 traced.add(objective.update, index, values)
@@ -213,6 +234,21 @@ class TrainStep:
             set_learning_rate(self.optimizer, lr)
             sums.set("lr", lr)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
+        if self.teachers is not None and not self.skipped.latest:
+            self.teachers.follow()
+
+    def _teach(self, teaching: Teaching | None, batch: MicroBatch) -> tuple[Readout | None, Tensor | None]:
+        """What teachers give for a micro-batch: a readout of divergences, or log-probs [B, T]; a collective."""
+        if teaching is None:
+            return None, None
+        if not teaching.teachers.config.over_vocabulary:
+            return None, teaching.logprobs(batch)
+        lessons = teaching.lessons(batch)
+        return teaching.teachers.readout(lessons, kept_bytes=self.learner.logits_bytes), None
+
+    def _release_teachers(self) -> None:
+        if self.teachers is not None:
+            self.teachers.release()
 
     def _update_critic(
         self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
@@ -257,8 +293,10 @@ class TrainStep:
     @property
     def trained(self) -> ModelsAndOptimizers:
         """Models and optimizers by name, for checkpoints."""
-        policy = {"policy": (self.model, self.optimizer)}
-        return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+        trained: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.model, self.optimizer)}
+        if self.critic is not None:
+            trained["critic"] = (self.critic.model, self.critic.optimizer)
+        return trained | ({} if self.teachers is None else self.teachers.averages)
 
     def checksum(self) -> str:
         """Checksum of all weights that are trained; a collective."""

@@ -61,6 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "muon": {"optimizer": {"name": "muon", "lr": 1e-3, "warmup_steps": 0}},
     "selective": {"activation_checkpointing": "selective"},
+    "average": {"distill": {"teachers": [{"weights": "average", "average_rate": 0.3}], "loss": "jsd"}},
+    "teacher": {"distill": {"teachers": [{}], "loss": "advantage"}},
     "offload": {"offload": True, "activation_checkpointing": "full"},
 }
 """Further settings of `learner` with the same result on any number of ranks; two steps of each."""
