@@ -130,9 +130,9 @@ class Objective:
             loss_BT = loss_BT + self.kl_coefficient * kl_BT
         row_weights_B1 = batch.of_step(rows.importance_weights_B[:, None])
         loss = self._aggregate(row_weights_B1 * loss_BT, kept_BT)
-        if self.distillation is not None and scores.read:
-            weights_BT = row_weights_B1 * importance_weights_BT
-            loss = loss + self._divergence_loss(self.distillation, scores, batch, weights_BT, kept_BT)
+        if self.distillation is not None and scores.further_RA is not None:
+            divergence_BT = row_weights_B1 * importance_weights_BT * batch.padded(scores.further_RA[0])
+            loss = loss + self._divergence_loss(self.distillation, batch, divergence_BT, kept_BT)
         return loss, ActionValues(
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
@@ -147,20 +147,16 @@ class Objective:
             distilled=distilled,
         )
 
-    def _divergence_loss(
-        self,
-        distillation: Distillation,
-        scores: ActionScores,
-        batch: MicroBatch,
-        weights_BT: Tensor,
-        kept_BT: Tensor,
-    ) -> Tensor:
-        """The micro-batch's share of the mean divergence over the distilled actions, weighted.
+    @staticmethod
+    def _divergence_loss(distillation: Distillation, batch: MicroBatch, weighted_BT: Tensor, kept_BT: Tensor) -> Tensor:
+        """The micro-batch's share of the mean divergence over the distilled actions of the update.
 
-        Those of stale answers count by their truncated importance weight, as SDPO's (arXiv 2601.20802, `is_clip`).
+        Args:
+            weighted_BT: divergences; those of stale answers times their truncated importance weight, as in SDPO (arXiv
+                2601.20802, `is_clip`).
         """
-        terms_BT = distillation.config.weight * weights_BT * batch.padded(scores.read[0])
         mask_BT = batch.of_step(distillation.mask_BT) * kept_BT
+        terms_BT = distillation.config.weight * weighted_BT
         return aggregate(terms_BT, mask_BT, "token-mean", distillation.totals, horizon=1, constant=None)
 
     def _distilled(
@@ -171,7 +167,8 @@ class Objective:
         mask_BT = batch.of_step(self.distillation.mask_BT)
         if teacher_BT is not None:
             return Distilled(mask_BT, (target_BT - teacher_BT) * mask_BT, None)
-        divergence_BT, agreed_BT = (batch.padded(values_A.detach()) for values_A in scores.read)
+        assert scores.further_RA is not None, "distributions are distilled, but the readout is missing"
+        divergence_BT, agreed_BT = (batch.padded(values_A.detach()) for values_A in scores.further_RA)
         return Distilled(mask_BT, divergence_BT * mask_BT, agreed_BT * mask_BT)
 
     def _initial(self, batch: MicroBatch, target_BT: Tensor) -> Tensor | None:

@@ -114,7 +114,7 @@ class Teachers:
         comparison = Comparison(config.loss, config.beta, config.top_k, config.tail)
         rule = LogitRule.of(self.policy, temperature=self.temperature)
 
-        def read(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
+        def read(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
             divergence_A, agreed_A = (states_AD.new_zeros(len(states_AD), dtype=torch.float32) for _ in range(2))
             for lesson in lessons:
                 found = policy_divergence(states_AD, weight_VD, bias_V, lesson, rule, comparison, kept_bytes=kept_bytes)
@@ -122,7 +122,7 @@ class Teachers:
                     values_A.index_put((lesson.actions_A,), new_A)
                     for values_A, new_A in zip((divergence_A, agreed_A), found, strict=True)
                 )
-            return divergence_A, agreed_A
+            return torch.stack([divergence_A, agreed_A])
 
         return read
 
@@ -154,8 +154,8 @@ class Teaching:
         logprobs_A = torch.zeros(batch.actions, device=batch.actions_A.device)
         for teacher, sequences, part in self._parts(batch):
             if teacher.model is None:
-                given = [self.trajectories[batch.rows_B[index]].teacher_logprobs for index in sequences]
-                values = np.frombuffer(b"".join(given), dtype=LOGPROB_DTYPE).astype(np.float32)
+                given = b"".join(each.teacher_logprobs for each in self._of_batch(batch, sequences))
+                values = np.frombuffer(given, dtype=LOGPROB_DTYPE).astype(np.float32)
                 values_A = torch.from_numpy(values).to(logprobs_A.device)
             else:
                 with teacher.computing() as model:
@@ -197,6 +197,10 @@ class Teaching:
             else:
                 yield teacher, [], empty_micro_batch().to(batch.actions_A.device)
 
+    def _of_batch(self, batch: MicroBatch, sequences: Sequence[int]) -> list[Trajectory]:
+        rows = batch.rows_B.tolist()
+        return [self.trajectories[rows[index]] for index in sequences]
+
     def _sequence(self, teacher: Teacher, row: int) -> TokenSequence:
         """The row's tokens as the teacher sees them: with a context, behind its own prompt."""
         trajectory = self.trajectories[row]
@@ -209,7 +213,7 @@ class Teaching:
 
     def _of_engine(self, sequences: Sequence[int], batch: MicroBatch) -> TopTokens:
         """An engine's likeliest tokens at the actions of these sequences, one after the other."""
-        trajectories = [self.trajectories[batch.rows_B[index]] for index in sequences]
+        trajectories = self._of_batch(batch, sequences)
         k, device = self.teachers.config.top_k, batch.actions_A.device
         assert k is not None, "the configuration requires top_k of engines"
         ids, logprobs = (

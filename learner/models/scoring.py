@@ -1,9 +1,9 @@
 """Log-probs of actions under the learner's weights, from the distribution that was sampled.
 
-# A actions, D hidden size
+# A actions, D hidden size, R further values
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -21,9 +21,8 @@ from slipstream.learner.parallel.context import context_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Relative error of logits: larger than that of rounding, smaller than that of another formula."""
-Readout = Callable[[Tensor, Tensor, Tensor | None], Sequence[Tensor]]
-"""Computes further values of the actions, each of shape [A], from their hidden states, and weight and bias of the head.
-"""
+Readout = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes R further values of each action, shape [R, A], from hidden states, and weight and bias of the head."""
 _METHOD = "score_hidden_states"
 _STATES_METHOD = "hidden_states_and_head"
 _CHECKED_TOKENS = 16
@@ -61,7 +60,7 @@ def score_actions(
         share.of_whole(scores.logprobs_A),
         None if scores.entropy_A is None else share.of_whole(scores.entropy_A),
         None if scores.collision_A is None else share.of_whole(scores.collision_A),
-        tuple(share.of_whole(values_A) for values_A in scores.read),
+        None if scores.further_RA is None else torch.stack([share.of_whole(each_A) for each_A in scores.further_RA]),
     )
 
 
@@ -121,7 +120,7 @@ def _score(
         collision=collision,
         kept_bytes=kept_bytes,
     )
-    return scores if readout is None else scores._replace(read=tuple(readout(states_AD, head.weight, head.bias)))
+    return scores if readout is None else scores._replace(further_RA=readout(states_AD, head.weight, head.bias))
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:
