@@ -197,7 +197,7 @@ def step_data(lengths: Sequence[int], config: RunConfig, cost: SequenceCost, wor
     )
     return build_step(
         [[(groups[index], 1.0) for index in shares[world.rank]]],
-        learner=learner,
+        algorithms=config.algorithms,
         rewards=[],
         step=1,
         consuming_version=0,

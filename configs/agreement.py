@@ -74,6 +74,7 @@ def rl_rank_settings(config: RunConfig) -> dict[str, str]:
     return {
         **learner_settings(config),
         **rank_settings(config),
+        **{f"algorithm of env {label}": str(each) for label, each in config.algorithms.items() if label},
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
     }

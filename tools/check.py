@@ -129,15 +129,14 @@ def _model(config: RunConfig, folder: Path) -> Path:
 def _model_problems(config: RunConfig, model: Path) -> list[str]:
     """Reasons why the learner can't train `model`, or the engine can't serve it; no weight is read."""
     # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
-    from slipstream.learner.algorithms.registry import build_advantage, build_loss
+    from slipstream.learner.algorithms.registry import Algorithm
     from slipstream.learner.models.load import ModelOptions, check_model
     from slipstream.rollout_servers.engines.registry import engine_problems
 
     learner, options = config.learner, ModelOptions.of(config.model, config.learner)
     steps: list[Callable[[], object]] = [
         lambda: check_model(model, options),
-        lambda: build_advantage(learner.advantage),
-        lambda: build_loss(learner.loss),
+        *(partial(Algorithm.of, each) for each in config.algorithms.values()),
     ]
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)

@@ -20,6 +20,9 @@ EVAL: Final = "eval"
 MAJORITY: Final = "majority"
 """Score of all answers to a held-out task that was answered several times: the reward of the one most agree on."""
 
+MIXTURE: Final = "mix/"
+"""Before the label of a task's env, where that is a mixture, in the name of a score that repeats the reward."""
+
 FINISH_REASONS: Final = ("done", "stop", "length", "turns", "tokens", "wall")
 """An episode's end: by its session (`done`), or without a session the end of its answer (`stop`); the limit of one
 answer's tokens (`length`), or the key of that name under `rollout.episode`."""

@@ -82,13 +82,16 @@ def _braced(name: str) -> str:
 
 
 class DistillConfig(Section):
-    """Distillation on the policy's own answers, added to the objective of RL; without rewards it is alone."""
+    """Distillation on the policy's own answers: the stream `ref_kl`, with the weight `learner.streams.ref_kl`.
+
+    With `learner.streams.rl: 0` it is alone, and needs no rewards.
+    """
 
     teachers: tuple[TeacherConfig, ...] = Field(min_length=1)
     """One for all answers, or several by `env`."""
     loss: Literal["reverse_kl", "forward_kl", "jsd", "advantage"] = "reverse_kl"
     """KL(π_θ‖π_T), KL(π_T‖π_θ), or a divergence between them (GKD, arXiv 2306.13649), at each action over the
-    vocabulary; or log π_T - log π_θ of the action, added to its advantage, under `learner.loss` (MOPD)."""
+    vocabulary; or a policy gradient with the advantage log π_T - log π_θ of the action (MOPD)."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """Of `jsd`: weight of the teacher in the mixture; near 0 it is like forward KL, near 1 like reverse."""
     top_k: int | None = Field(default=None, ge=1)
@@ -96,8 +99,6 @@ class DistillConfig(Section):
     loss other than `advantage`, and vLLM gives at most its `--max-logprobs` (20)."""
     tail: bool = True
     """Of `top_k`: all other tokens count as one more; else both distributions are renormalised without them."""
-    weight: float = Field(default=1.0, gt=0)
-    """Weight of the loss, or of its part of the advantage."""
 
     @property
     def over_vocabulary(self) -> bool:

@@ -140,8 +140,9 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3*
 class KlConfig(Section):
     """Penalty on KL(π_θ‖π_ref) to a frozen reference model, sharded like the policy."""
 
-    coefficient: float = Field(gt=0)
-    """Weight of the penalty; with `target`, its initial value."""
+    coefficient: float = Field(ge=0)
+    """Weight of the penalty; with `target`, its initial value. 0: the divergence is only measured, and the
+    reference is there for `learner.streams.ref_kl`."""
     estimator: KlEstimator = "k3"
     """Estimate per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value with the
     gradient of k2, which is unbiased for fresh answers. `k3*` is k3 times π_θ/μ, whose value and gradient are unbiased
@@ -164,6 +165,24 @@ class KlConfig(Section):
                 "estimator 'k1' is for place: reward; its gradient does not depend on the reference: take k1+, k2 or k3"
             )
         return self
+
+
+class StreamsConfig(Section):
+    """Weights of the losses that are added up; each is a mean over tokens of its own, on all ranks."""
+
+    rl: float = Field(default=1.0, ge=0)
+    """Of the policy loss of the actions, with entropy bonus and KL penalty; 0: none."""
+    ce: float = Field(default=0.0, ge=0)
+    """Of the cross-entropy of what the env shows after an action (ECHO, arXiv 2605.24517: 0.05), at temperature 1; 0:
+    these tokens are not scored."""
+    ref_kl: float = Field(default=0.0, ge=0)
+    """Of the on-policy distillation: by the teachers and the loss of `learner.distill`, or without that by a policy
+    gradient with advantages log π_ref - log π_θ at each action, from `learner.kl.reference`; 0: none."""
+
+    @property
+    def further(self) -> list[str]:
+        """Names of the streams beside `rl` that have a weight."""
+        return [name for name, weight in self if name != "rl" and weight]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -275,7 +294,7 @@ class LearnerConfig(Section):
     """The learner: trainer, batch, objective, optimizer, checkpoints."""
 
     trainer: TrainerConfig = RlConfig()
-    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
+    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `streams`, `kl`, `critic` and
     `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
@@ -294,6 +313,7 @@ class LearnerConfig(Section):
     of its longest answer, for rewards from 0 to 1 (prime-rl: 0.25); unset: none."""
     loss: LossConfig = PpoConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    streams: StreamsConfig = StreamsConfig()
     kl: KlConfig | None = None
     """Penalty on the divergence from a reference policy; unset: none, and no reference model is loaded."""
     distill: DistillConfig | None = None
@@ -327,6 +347,10 @@ class LearnerConfig(Section):
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
     last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
 
+    def with_algorithm(self, algorithm: "AlgorithmConfig") -> Self:
+        """These settings with the parts that an env's algorithm sets."""
+        return self.model_copy(update={name: part for name, part in algorithm if part is not None})
+
     def problems(self) -> list[str]:
         """Combinations within this section that can't work with any trainer."""
         if self.compile and self.activation_checkpointing == "selective":
@@ -338,9 +362,10 @@ class LearnerConfig(Section):
 
     def rl_problems(self) -> list[str]:
         """Combinations within this section that can't work in RL."""
-        return [*self._objective_problems(), *self._step_problems()]
+        return [*self.objective_problems(), *self._step_problems()]
 
-    def _objective_problems(self) -> list[str]:
+    def objective_problems(self) -> list[str]:
+        """Parts of the objective that don't work together."""
         advantage, loss, correction, problems = self.advantage, self.loss, self.correction, []
         if (advantage.name == "gae") != (self.critic is not None):
             problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
@@ -360,6 +385,13 @@ class LearnerConfig(Section):
             problems.append(
                 "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
+            )
+        if not (self.streams.rl or self.streams.further):
+            problems.append("learner.streams: all weights are 0, so there is nothing to learn from")
+        if self.streams.ref_kl and self.kl is None and self.distill is None:
+            problems.append(
+                "learner.streams.ref_kl needs teachers under learner.distill, or learner.kl with a reference; with "
+                "coefficient: 0 that adds no penalty"
             )
         if advantage.name == "gdpo" and self.length_penalty is not None:
             problems.append("learner.advantage: gdpo uses reward terms, which learner.length_penalty does not change")
@@ -400,3 +432,12 @@ class LearnerConfig(Section):
             for key, optimizer, steps in warmups
             if optimizer.warmup_steps > steps
         ]
+
+
+class AlgorithmConfig(Section):
+    """Parts of the objective for the groups of one env of a mixture; what is unset is as under `learner`."""
+
+    advantage: AdvantageConfig | None = None
+    loss: LossConfig | None = None
+    correction: CorrectionConfig | None = None
+    streams: StreamsConfig | None = None

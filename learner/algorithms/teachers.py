@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
-from slipstream.buffer.wire.messages import LOGPROB_DTYPE, TOKEN_DTYPE, Trajectory
+from slipstream.buffer.wire.messages import LOGPROB_DTYPE, MIXTURE, TOKEN_DTYPE, Trajectory
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.distill import DistillConfig, TeacherConfig
 from slipstream.learner.algorithms.distillation import Comparison, HeadStates, Lesson, TopTokens, policy_divergence
@@ -32,9 +31,6 @@ from slipstream.learner.parallel.fsdp import reshard
 from slipstream.learner.parallel.mesh import World
 from slipstream.models.architecture import takes_images
 from slipstream.models.folder import model_folder
-
-_MIXTURE: Final = "mix/"
-"""Prefix of the score that has the label of a trajectory's env."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class Teachers:
 
     def _choose(self, trajectory: Trajectory) -> int | None:
         """Index of the trajectory's teacher; None if it is not distilled."""
-        label = next((name.removeprefix(_MIXTURE) for name in trajectory.scores if name.startswith(_MIXTURE)), None)
+        label = next((name.removeprefix(MIXTURE) for name in trajectory.scores if name.startswith(MIXTURE)), None)
         config = self.config.of_env(label)
         if config is None:
             return None
@@ -160,6 +156,8 @@ class Teaching:
             else:
                 with teacher.computing() as model:
                     values_A = score_actions(model, part, temperature=self.teachers.temperature).logprobs_A
+                if part is batch:
+                    values_A = values_A.index_select(0, _actions_of(batch, sequences))
             if sequences:
                 logprobs_A[_actions_of(batch, sequences)] = values_A
         return batch.padded(logprobs_A)
@@ -173,8 +171,11 @@ class Teaching:
                 given: HeadStates | TopTokens = self._of_engine(sequences, batch)
             else:
                 with teacher.computing() as model:
-                    states = head_states(model, part.split(context_of(model)))
-                    given = HeadStates(*states, LogitRule.of(model, temperature=self.teachers.temperature))
+                    states_AE, weight_VE, bias_V = head_states(model, part.split(context_of(model)))
+                    rule = LogitRule.of(model, temperature=self.teachers.temperature)
+                if part is batch:
+                    states_AE = states_AE.index_select(0, _actions_of(share, sequences))
+                given = HeadStates(states_AE, weight_VE, bias_V, rule)
             if sequences:
                 lessons.append(Lesson(_actions_of(share, sequences), given))
         return lessons
@@ -229,14 +230,14 @@ class Teaching:
 
 
 def _actions_of(batch: MicroBatch, sequences: Sequence[int]) -> Tensor:
-    """Indices of the actions of these sequences, one after the other."""
-    counts = torch.bincount(batch.sequence_A, minlength=batch.rows_B.numel())
-    ends = counts.cumsum(0).tolist()
-    starts = [0, *ends]
-    device = batch.actions_A.device
-    if not sequences:
-        return torch.zeros(0, dtype=torch.long, device=device)
-    return torch.cat([torch.arange(starts[index], ends[index], device=device) for index in sequences])
+    """Indices of the actions of these sequences, one sequence after the other, without targets of a cross-entropy."""
+    places_A = torch.arange(batch.actions, device=batch.actions_A.device)
+    of_sequence_A = batch.sequence_A
+    if batch.is_target_A is not None:
+        places_A, of_sequence_A = places_A[~batch.is_target_A], of_sequence_A[~batch.is_target_A]
+    counts = torch.bincount(of_sequence_A, minlength=batch.rows_B.numel()).tolist()
+    parts = places_A.split(counts)
+    return torch.cat([places_A[:0], *(parts[index] for index in sequences)])
 
 
 def _local(parameter: Tensor) -> Tensor:

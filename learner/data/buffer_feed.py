@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
-from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
+from slipstream.buffer.wire.messages import MIXTURE, Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -64,17 +67,43 @@ class StepData:
 
 
 def token_sequence(
-    trajectory: Trajectory, images: Mapping[str, bytes], reader: ImageReader | None = None
+    trajectory: Trajectory,
+    images: Mapping[str, bytes],
+    reader: ImageReader | None = None,
+    targets: NDArray[np.bool_] | None = None,
 ) -> TokenSequence:
     """The tokens of a trajectory with its images, for packing.
 
     Args:
         images: of its group.
         reader: of the model; None: it takes no images.
+        targets: of the cross-entropy.
     """
     ids = token_ids(trajectory)
     read = None if reader is None else reader.read(ids, [images[name] for name in trajectory.images])
-    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory))
+    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory), targets)
+
+
+def observed_tokens(trajectory: Trajectory, reader: ImageReader | None = None) -> NDArray[np.bool_]:
+    """True at what the env and the chat template have added after an action, shape [T]; not at images.
+
+    The tokens before the first action are the task, or in an episode's later trajectories its rewritten history.
+    """
+    mask = action_mask(trajectory)
+    observed: NDArray[np.bool_] = (mask == 0) & (np.maximum.accumulate(mask) > 0)
+    if reader is not None:
+        observed &= token_ids(trajectory) != reader.placeholder
+    return observed
+
+
+def algorithm_of(group: Group, algorithms: Sequence[str]) -> int:
+    """Index of a group's algorithm.
+
+    Args:
+        algorithms: labels of the envs with one of their own; the first is the learner's, of all other groups.
+    """
+    scores = group.trajectories[0].scores if group.trajectories else {}
+    return next((index for index, label in enumerate(algorithms) if label and f"{MIXTURE}{label}" in scores), 0)
 
 
 def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
@@ -106,7 +135,7 @@ def balance_step(
 def build_step(
     assigned: Sequence[Sequence[tuple[Group, float]]],
     *,
-    learner: LearnerConfig,
+    algorithms: Mapping[str, LearnerConfig],
     rewards: Sequence[RewardConfig],
     step: int,
     consuming_version: int,
@@ -118,24 +147,39 @@ def build_step(
 
     Args:
         assigned: groups of each update with their importance weights.
+        algorithms: `RunConfig.algorithms`.
         staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
         plans: of each update's micro-batches, where several ranks train in step.
     """
     updates, all_trajectories, sources = [], list[Trajectory](), list[Source]()
+    labels, chosen = list(algorithms), list(algorithms.values())
+    indices = [algorithm_of(group, labels) for groups in assigned for group, _ in groups]
+    targets: list[NDArray[np.bool_]] | None = None
+    if any(each.streams.ce for each in chosen):
+        targets = [
+            observed_tokens(trajectory, images) & bool(chosen[index].streams.ce)
+            for index, (group, _) in zip(indices, chain.from_iterable(assigned), strict=True)
+            for trajectory in group.trajectories
+        ]
     unset: list[MicroBatchPlan | None] = [None] * len(assigned)
     for groups, plan in zip(assigned, plans or unset, strict=True):
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
+        own = repeat(None) if targets is None else iter(targets[len(all_trajectories) :])
         sequences = [
-            token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
+            token_sequence(trajectory, group.images, images, next(own))
+            for group, _ in groups
+            for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=learner.token_budget, first_row=len(all_trajectories), plan=plan))
+        updates.append(pack(sequences, token_budget=chosen[0].token_budget, first_row=len(all_trajectories), plan=plan))
         all_trajectories += trajectories
         sources += [source for group, _ in groups for source in sources_of(group, samples=1)]
     rows = build_rows(
         [group for groups in assigned for group in groups],
         terms=[reward.name for reward in rewards if reward.weight],
-        turns=learner.advantage.needs_turns,
+        turns=any(each.advantage.needs_turns for each in chosen),
+        algorithms=indices if len(chosen) > 1 else None,
+        targets=targets,
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
@@ -164,6 +208,7 @@ class Feed:
         """
         self.images = images
         self._config = config
+        self._algorithms = config.algorithms
         self._cost = cost
         self._world = world
         self._signals = signals or GracefulStop()
@@ -230,7 +275,7 @@ class Feed:
             groups |= self._read(step, lease, [index for index in chain.from_iterable(assigned) if index not in groups])
         data = build_step(
             [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
-            learner=learner,
+            algorithms=self._algorithms,
             rewards=self._config.rewards,
             step=step,
             consuming_version=consuming_version,

@@ -1,6 +1,6 @@
 """Token sequences packed into micro-batches: end to end, without padding, at most a budget of tokens each.
 
-# N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest, P padding
+# N packed input tokens, A actions (tokens that are scored), B sequences, T actions of the longest, P padding
 # M layers with experts, K experts of a token
 """
 
@@ -30,12 +30,14 @@ class TokenSequence:
         images: of the context; None without any.
         routed_experts: experts of the tokens but the last, shape [T - 1, M, K], -1 where the router chooses; None: it
             chooses everywhere.
+        targets: true where a token of the context is a target of the cross-entropy, shape [T]; None: nowhere.
     """
 
     token_ids: NDArray[Any]
     action_mask: NDArray[Any]
     images: SequenceImages | None = None
     routed_experts: NDArray[np.int16] | None = None
+    targets: NDArray[Any] | None = None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -78,9 +80,11 @@ class MicroBatch(Movable):
     sequence_A: Tensor
     """Index of each action's sequence among these."""
     action_index_A: Tensor
-    """Index of each action within its sequence."""
+    """Index of each action within its sequence; the targets of a sequence follow its actions."""
     width: int
     """T."""
+    is_target_A: Tensor | None = None
+    """True where a scored token is not an action but a target of the cross-entropy; None: all are actions."""
     rope_positions_31N: Tensor | None = None
     """Positions in time, height and width, if a sequence has images."""
     pixels_PD: Tensor | None = None
@@ -160,6 +164,7 @@ class MicroBatch(Movable):
             actions_A=self.actions_A[first:last],
             sequence_A=self.sequence_A[first:last],
             action_index_A=self.action_index_A[first:last],
+            is_target_A=None if self.is_target_A is None else self.is_target_A[first:last],
             padding_tokens=min(length, max(0, own.stop - tokens + self.padding_tokens)),
             share=Share(context, first, self.actions),
             routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
@@ -252,7 +257,11 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     is_last = np.zeros(len(tokens), dtype=bool)
     is_last[starts + lengths - 1] = True
-    actions, sequence, action_index = locate_actions([sequence.action_mask for sequence in sequences])
+    located = locate_actions([sequence.action_mask for sequence in sequences])
+    is_target = None
+    if any(each.targets is not None for each in sequences):
+        located, is_target = _with_targets(located, sequences)
+    actions, sequence, action_index = located
     of_token = np.repeat(np.arange(len(sequences)), lengths)
     positions_N = torch.from_numpy((np.arange(len(tokens)) - starts[of_token])[~is_last])
     return MicroBatch(
@@ -267,6 +276,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         sequence_A=torch.from_numpy(sequence),
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
+        is_target_A=None if is_target is None else torch.from_numpy(is_target),
         routed_experts_1NMK=_routed_experts(sequences),
         **_image_inputs(sequences),
     )
@@ -308,9 +318,31 @@ def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     }
 
 
-def locate_actions(
-    masks: Sequence[NDArray[Any]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+Located = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Of tokens in sequences laid end to end: position, sequence, and index in the sequence's row."""
+
+
+def _with_targets(located: Located, sequences: Sequence[TokenSequence]) -> tuple[Located, NDArray[np.bool_]]:
+    """Actions and targets in the order of their positions, and which are targets."""
+    masks = [np.zeros(len(each.action_mask)) if each.targets is None else each.targets for each in sequences]
+    targets = locate_targets(masks, np.bincount(located[1], minlength=len(sequences)))
+    position, sequence, index = (np.concatenate(each) for each in zip(located, targets, strict=True))
+    order = np.argsort(position)
+    return (position[order], sequence[order], index[order]), order >= len(located[0])
+
+
+def locate_targets(masks: Sequence[NDArray[Any]], actions: NDArray[np.int64]) -> Located:
+    """Positions of the targets; in the row of a sequence they follow its actions.
+
+    Args:
+        masks: true at the targets of each sequence.
+        actions: number of actions of each sequence.
+    """
+    position, sequence, index = locate_actions(masks)
+    return position, sequence, actions[sequence] + index
+
+
+def locate_actions(masks: Sequence[NDArray[Any]]) -> Located:
     """Positions of the actions in sequences laid end to end: token, sequence, and index within the sequence.
 
     Args:

@@ -129,11 +129,17 @@ STEP: Final = (
     _metric(
         "loss",
         "",
-        "loss under `learner.loss.aggregation`, mean over the step's updates",
+        "loss under `learner.loss.aggregation`, mean over the step's updates; with further streams the weighted sum of all",
         verl="actor/pg_loss",
         trl="loss",
         prime_rl="loss/mean",
     ),
+    _metric(
+        "rl_loss ce_loss ref_kl_loss",
+        "",
+        "part of each of `learner.streams` in it, without its weight; of `ce` in nats per token, of `ref_kl` an estimate of KL(π_θ‖π_ref) in nats",
+    ),
+    _metric("ce_tokens ref_kl_tokens", "tokens", "tokens of these streams"),
     _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
     _metric("weight_mean", "", "mean of w; 1 in expectation", trl="sampling/importance_sampling_ratio/mean"),
     _metric(

@@ -33,10 +33,16 @@ _SQUARES = "reward_squared"
 class StepSums:
     """Accumulates on the device; nothing is copied to the host before `means`."""
 
-    def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
-        """`reasons`: those for which the correction can mask actions, the same on all ranks."""
-        self._reasons = reasons
-        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
+    def __init__(self, device: torch.device, reasons: Sequence[str] = (), streams: Sequence[str] = ()) -> None:
+        """Both lists are the same on all ranks.
+
+        Args:
+            reasons: those for which the correction can mask actions.
+            streams: those beside `rl`.
+        """
+        self._reasons, self._streams = reasons, streams
+        of_streams = [f"{name}_{what}" for name in streams for what in ("loss", "tokens")]
+        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons), "rl_loss", *of_streams]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
@@ -122,6 +128,9 @@ class StepSums:
         if total["actions"]:
             metrics |= _policy_metrics(total)
             metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
+        if self._streams:
+            metrics["rl_loss"] = total["rl_loss"]
+        metrics |= {f"{name}_{what}": total[f"{name}_{what}"] for name in self._streams for what in ("loss", "tokens")}
         if total["valued"]:
             metrics |= _critic_metrics(total)
         return metrics | {name: float(value) for name, value in self._values.items()}

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,7 @@ _STATES_METHOD = "hidden_states_and_head"
 _CHECKED_TOKENS = 16
 
 
-def score_actions(
+def score_actions(  # noqa: PLR0913  (all but two have defaults)
     model: nn.Module,
     batch: MicroBatch,
     *,
@@ -36,6 +37,7 @@ def score_actions(
     entropy: Entropy = "none",
     collision: bool = False,
     whole_vocabulary: bool = False,
+    targets: bool = False,
     kept_bytes: int = 0,
     readout: Readout | None = None,
 ) -> ActionScores:
@@ -48,13 +50,21 @@ def score_actions(
         entropy: also compute it, as a value or with its gradient.
         collision: also compute it, without gradient.
         whole_vocabulary: give probability also to tokens that are never sampled.
+        targets: also compute log π of the batch's targets, at temperature 1; else it is 0, as the rest of their scores.
         kept_bytes: most memory for logits that are kept for the backward pass; it computes others a second time.
         readout: called for the actions of each rank's share of the tokens.
     """
     share = batch.split(context_of(model))
     rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
     scores = score_share(
-        model, share, rule, entropy=entropy, collision=collision, kept_bytes=kept_bytes, readout=readout
+        model,
+        share,
+        rule,
+        entropy=entropy,
+        collision=collision,
+        targets=targets,
+        kept_bytes=kept_bytes,
+        readout=readout,
     )
     return ActionScores(
         share.of_whole(scores.logprobs_A),
@@ -71,6 +81,7 @@ def score_share(
     *,
     entropy: Entropy = "none",
     collision: bool = False,
+    targets: bool = False,
     kept_bytes: int = 0,
     readout: Readout | None = None,
 ) -> ActionScores:
@@ -79,7 +90,7 @@ def score_share(
         setattr(model, _METHOD, MethodType(_score, model))
         # Then FSDP gathers the head before it, as before a forward pass, and reduces the head's gradient.
         register_fsdp_forward_method(model, _METHOD)
-    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, kept_bytes, readout)
+    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, targets, kept_bytes, readout)
     return scores
 
 
@@ -106,21 +117,45 @@ def _score(
     rule: LogitRule,
     entropy: Entropy,
     collision: bool,
+    targets: bool,
     kept_bytes: int,
     readout: Readout | None,
 ) -> ActionScores:
-    head, states_AD = model.get_output_embeddings(), _hidden_states(model, batch)
-    scores = score_states(
-        states_AD,
-        head.weight,
-        head.bias,
-        batch.actions_A,
-        rule,
-        entropy=entropy,
-        collision=collision,
-        kept_bytes=kept_bytes,
-    )
-    return scores if readout is None else scores._replace(further_RA=readout(states_AD, head.weight, head.bias))
+    head, states_AD, actions_A = model.get_output_embeddings(), _hidden_states(model, batch), batch.actions_A
+
+    def score(
+        chosen_I: Tensor | None, rule: LogitRule, entropy: Entropy = "none", collision: bool = False
+    ) -> ActionScores:
+        """Scores of some of the tokens, 0 at the others; None: of all."""
+        chosen = (
+            (states_AD, actions_A)
+            if chosen_I is None
+            else (states_AD.index_select(0, chosen_I), actions_A.index_select(0, chosen_I))
+        )
+        scores = score_states(
+            chosen[0], head.weight, head.bias, chosen[1], rule,
+            entropy=entropy, collision=collision, kept_bytes=kept_bytes,
+        )  # fmt: skip
+        if chosen_I is None:
+            return scores
+
+        def spread(values_I: Tensor) -> Tensor:
+            return values_I.new_zeros(len(actions_A)).index_put((chosen_I,), values_I)
+
+        return ActionScores(
+            spread(scores.logprobs_A),
+            None if scores.entropy_A is None else spread(scores.entropy_A),
+            None if scores.collision_A is None else spread(scores.collision_A),
+        )
+
+    further_RA = None if readout is None else readout(states_AD, head.weight, head.bias)
+    if batch.is_target_A is None:
+        return score(None, rule, entropy, collision)._replace(further_RA=further_RA)
+    scores = score((~batch.is_target_A).nonzero()[:, 0], rule, entropy, collision)._replace(further_RA=further_RA)
+    if not targets:
+        return scores
+    of_targets = score(batch.is_target_A.nonzero()[:, 0], replace(rule, temperature=1.0))
+    return scores._replace(logprobs_A=scores.logprobs_A + of_targets.logprobs_A)
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:

@@ -240,7 +240,7 @@ class Player:
     def _mixture_score(self, episode: PlayedEpisode, reward: float) -> dict[str, float]:
         """The reward under the label of the task's env, if the env is a mixture."""
         label = self._label(episode.view.info)
-        return {f"mix/{label}": reward} if label else {}
+        return {f"{m.MIXTURE}{label}": reward} if label else {}
 
     def _label(self, info: Mapping[str, Any]) -> str | None:
         """The label of a task's env, if the env is a mixture."""

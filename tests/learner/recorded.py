@@ -1,16 +1,17 @@
 """Random groups, stored as frames, and training steps on them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode_group, encode
+from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, decode_group, encode
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.prepare import StepPreparer
@@ -95,11 +96,54 @@ def step_groups(step: int, config: RunConfig) -> list[m.Group]:
     return groups
 
 
-def record(folder: Path, steps: int, config: RunConfig) -> None:
+def in_turns(group: m.Group, *, seed: int) -> m.Group:
+    """The group with observations in its answers, where these are long enough: each has up to three turns."""
+    rng, trajectories = np.random.default_rng(seed), []
+    for each in group.trajectories:
+        mask = action_mask(each).copy()
+        first = int(mask.argmax())
+        if len(mask) - first >= 6:
+            shown = np.sort(rng.choice(np.arange(first + 1, len(mask) - 1), 2, replace=False))
+            mask[shown] = 0
+        logprobs = behaviour_logprobs(each) * mask
+        spans = [
+            m.VersionSpan(version=span.version, start=at, end=at + 1)
+            for span in each.spans
+            for at in range(span.start, span.end)
+            if mask[at]
+        ]
+        trajectories.append(
+            replace(each, action_mask=mask.tobytes(), behaviour_logprobs=logprobs.tobytes(), spans=spans)
+        )
+    return replace(group, trajectories=trajectories)
+
+
+def mixed_config(config: RunConfig, algorithms: Mapping[str, Any]) -> RunConfig:
+    """The run on a mixture of the envs `one` and `two`, with their algorithms."""
+    envs = [{"name": "digits", "label": label, "algorithm": algorithms.get(label)} for label in ("one", "two")]
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return RunConfig.model_validate(tree | {"env": {"name": "mix", "options": {"envs": envs}}})
+
+
+def mixed_groups(step: int, config: RunConfig) -> list[m.Group]:
+    """The groups of a step with several turns; two of them, both rank 0's of two ranks, are of the env `two`."""
+    groups = []
+    for number, group in enumerate(step_groups(step, config)):
+        label = "two" if number in (2, 4) else "one"
+        trajectories = [
+            replace(each, scores={**each.scores, f"{m.MIXTURE}{label}": each.reward}) for each in group.trajectories
+        ]
+        groups.append(in_turns(replace(group, trajectories=trajectories), seed=number))
+    return groups
+
+
+def record(
+    folder: Path, steps: int, config: RunConfig, groups_of: Callable[[int, RunConfig], list[m.Group]] = step_groups
+) -> None:
     """Writes the frames of some steps' groups."""
     folder.mkdir()
     for step in range(steps):
-        for number, group in enumerate(step_groups(step, config)):
+        for number, group in enumerate(groups_of(step, config)):
             (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
 
 
@@ -132,7 +176,7 @@ def recorded_step(
         plans = [plan for _, plan in shares]
     return build_step(
         [[(groups[number], 1.0) for number in share] for share in assigned],
-        learner=learner,
+        algorithms=config.algorithms,
         rewards=config.rewards,
         step=step,
         consuming_version=step,
@@ -154,7 +198,11 @@ def build_train_step(config: RunConfig, world: World) -> TrainStep:
 def preparer_of(train_step: TrainStep, advantage: Callable[[AdvantageInputs], Tensor] | None = None) -> StepPreparer:
     """The preparation of a step, with another advantage where one is given."""
     prepare = train_step._prepare
-    return prepare if advantage is None else replace(prepare, advantage=advantage)
+    if advantage is None:
+        return prepare
+    return dataclasses.replace(
+        prepare, algorithms=[dataclasses.replace(each, advantage=advantage) for each in prepare.algorithms]
+    )
 
 
 def prober_of(train_step: TrainStep) -> Prober:

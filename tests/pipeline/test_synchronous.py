@@ -61,7 +61,7 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
         assigned = [[(groups[index], 1.0) for index in update] for update in updates]
         data = build_step(
             assigned,
-            learner=config.learner,
+            algorithms=config.algorithms,
             rewards=config.rewards,
             step=step,
             consuming_version=step,

@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,17 @@ class AdvantageInputs:
     """Hash of what the env showed before each action's turn (`gigpo`)."""
     total: Callable[[Tensor], Tensor] = one_rank
     """Sum of a tensor over all ranks, as a new tensor; a collective, which all ranks must call equally often."""
+
+    def of_rows(self, own_B: Tensor) -> Self:
+        """The inputs of some groups alone.
+
+        Args:
+            own_B: true in the rows of these.
+        """
+        groups, index_B = self.groups.index_B[own_B].unique(return_inverse=True)
+        chosen: dict[str, Any] = {name: value[own_B] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        terms = None if self.terms is None else replace(self.terms, values_KB=self.terms.values_KB[:, own_B])
+        return replace(self, groups=Groups(index_B, len(groups)), terms=terms, **chosen)
 
     @property
     def reward_B(self) -> Tensor:

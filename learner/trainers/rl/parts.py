@@ -95,7 +95,7 @@ def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
     model = load_model(path, options, world)
     live = replace(options, router_replay=False)  # reference and critic are models of their own
     return TrainStep(
-        learner=config.learner,
+        algorithms=config.algorithms,
         sampling=config.rollout.sampling,
         rewards=config.rewards,
         steps_per_version=config.weights.publish_every_steps,

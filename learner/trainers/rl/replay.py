@@ -131,7 +131,7 @@ class Replayer:
                 for indices, used in zip(assigned, done, strict=True)
                 if used
             ],
-            learner=learner,
+            algorithms=self.config.algorithms,
             rewards=self.config.rewards,
             step=record.step - 1,
             consuming_version=record.consuming_version,

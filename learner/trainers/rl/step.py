@@ -1,6 +1,6 @@
 """One RL training step: preparation, then optimizer updates of policy and critic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.divergence import KlCoefficient, answer_weight_sums, learning_rate_factor
 from slipstream.learner.algorithms.losses.clipped import value_loss
-from slipstream.learner.algorithms.objective import Distillation, Objective
+from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
-from slipstream.learner.algorithms.registry import build_advantage, build_loss
+from slipstream.learner.algorithms.registry import Algorithm
 from slipstream.learner.algorithms.teachers import Teachers, Teaching
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
@@ -41,7 +41,8 @@ log = get_log("learner.step")
 class TrainStep:
     """Models and optimizers of an RL training, and its training step; on every rank."""
 
-    learner: LearnerConfig
+    algorithms: Mapping[str, LearnerConfig]
+    """`RunConfig.algorithms`: the learner's settings, and those with the algorithms of single envs."""
     sampling: SamplingConfig
     """Sampling of the rollout servers."""
     rewards: Sequence[RewardConfig]
@@ -74,15 +75,14 @@ class TrainStep:
         self.flops = ModelFlops.of_model(self.model)
         self._critic_flops = None if self.critic is None else self.critic.flops
         self.skipped = SkippedUpdates(self.learner.updates_per_step, self.checkpoints)
-        self._loss = build_loss(self.learner.loss)
-        advantage = build_advantage(self.learner.advantage)
+        self._algorithms = [Algorithm.of(each) for each in self.algorithms.values()]
         self._prepare = StepPreparer(
             learner=self.learner,
             temperature=self.sampling.temperature,
             term_weights=[term.weight for term in self.rewards if term.weight],
             steps_per_version=self.steps_per_version,
             world=self.world,
-            advantage=advantage,
+            algorithms=self._algorithms,
             model=self.model,
             reference=self.reference,
             critic=self.critic,
@@ -100,12 +100,15 @@ class TrainStep:
 
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
-        sums = StepSums(self.world.device, self.learner.correction.reasons)
+        reasons = dict.fromkeys(reason for each in self.algorithms.values() for reason in each.correction.reasons)
+        streams = dict.fromkeys(name for each in self.algorithms.values() for name in each.streams.further)
+        sums = StepSums(self.world.device, list(reasons), list(streams))
         updates = [aligned(batches, self.world) for batches in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
         skipped_before = self.skipped.count
         own_version = None if unpublished_steps else data.consuming_version
+        teaching = None if self.teachers is None else self.teachers.of_step(data.trajectories, rows.mask_BT)
         with span("score"):
             prepared = self._prepare(
                 rows,
@@ -113,19 +116,20 @@ class TrainStep:
                 consuming_version=data.consuming_version,
                 unpublished_steps=unpublished_steps,
                 kl_coefficient=self._kl_coefficient,
+                taught_BT=None if teaching is None else teaching.mask_BT,
             )
         if traced is not None:
             traced.prepared(data.updates, prepared.advantages_BT)
-        teaching = None if self.teachers is None else self.teachers.of_step(data.trajectories, rows.mask_BT)
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
+        sums.add(**{f"{name}_tokens": stream.mask_BT.sum() for name, stream in prepared.streams.items()})
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
             sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
             sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
-                    objective = self._objective(prepared, batches, number, data.step, teaching)
+                    objective = self._objective(prepared, batches, number, data.step)
                     self._update_policy(batches, objective, own_version, sums, traced, teaching)
             if self.critic is not None:
                 with span("update critic", micro_batches=len(batches)):
@@ -166,31 +170,18 @@ class TrainStep:
             set_learning_rate(self.critic.optimizer, critic_lr)
             sums.set("critic_lr", critic_lr)
 
-    def _objective(
-        self,
-        prepared: PreparedStep,
-        batches: Sequence[MicroBatch],
-        number: int,
-        step: int,
-        teaching: Teaching | None,
-    ) -> Objective:
+    def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
         seed = np.random.SeedSequence([self.seed, step, number, self.world.data_rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
-        distillation = None
-        if teaching is not None:
-            distilled_BT = teaching.mask_BT * mask_BT
-            totals = self._totals(batches, distilled_BT)
-            distillation = Distillation(teaching.teachers.config, distilled_BT, totals)
         return Objective(
-            learner=self.learner,
+            algorithms=self._algorithms,
             horizon=self.sampling.max_tokens,
-            loss=self._loss,
             prepared=prepared,
             update=number,
             totals=self._totals(batches, mask_BT),
+            tokens={name: self._totals(batches, each.mask_BT).tokens for name, each in prepared.streams.items()},
             kl_coefficient=self._kl_coefficient,
             generator=torch.Generator().manual_seed(int(seed[0])),
-            distillation=distillation,
         )
 
     def _update_policy(
@@ -202,7 +193,7 @@ class TrainStep:
         traced: ActionTrace | None,
         teaching: Teaching | None,
     ) -> None:
-        entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
+        entropy: Entropy = "gradient" if any(each.loss.entropy_bonus for each in self.algorithms.values()) else "value"
         reference_ess = self.learner.correction.reference_ess
         answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
@@ -212,6 +203,7 @@ class TrainStep:
                 batch,
                 temperature=self.sampling.temperature,
                 entropy=entropy,
+                targets=True,
                 kept_bytes=self.learner.logits_bytes,
                 readout=readout,
             )
@@ -227,6 +219,7 @@ class TrainStep:
             if traced is not None:
                 traced.add(objective.update, index, values)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
+            sums.add(**{f"{name}_loss": part / self.learner.updates_per_step for name, part in values.streams.items()})
             if reference_ess is not None:
                 answers += answer_weight_sums(values.target_BT - values.behaviour_BT, values.mask_BT)
         if reference_ess is not None:
@@ -284,6 +277,11 @@ class TrainStep:
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Unmasked actions and answers of an update, over all ranks."""
         return totals_of(*(batch.of_step(mask_BT) for batch in batches), total=self.world.sum)
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """The learner's settings."""
+        return self.algorithms[""]
 
     @property
     def updated(self) -> bool:

@@ -39,7 +39,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def distilling(make_config: MakeConfig, loss: str, *teachers: dict[str, Any], **more: Any) -> RunConfig:
     distill = {"teachers": [*teachers], "loss": loss, **more}
-    return make_config(distill=distill, updates_per_step=1, loss={"name": "reinforce"})
+    return make_config(distill=distill, updates_per_step=1, streams={"rl": 0, "ref_kl": 1})
 
 
 def with_rows(data: StepData, change: Callable[[int, m.Trajectory], m.Trajectory]) -> StepData:
@@ -104,35 +104,22 @@ def test_distillation_alone_brings_the_policy_to_its_teacher(
     world: World, make_config: MakeConfig, groups: Path, teacher: Path, loss: str
 ) -> None:
     config = distilling(make_config, loss, {"model": str(teacher)})
-    config = config.model_copy(update={"rewards": ()})
-    train_step = build_train_step(config, world)
+    train_step = build_train_step(config.model_copy(update={"rewards": ()}), world)
     # The same answers again and again: the ones of the policy would be others, so the advantage has a weaker hold.
-    data = without_rewards(first_step(config, groups))
+    data = first_step(config, groups)
     figures = [train_step.run(data, unpublished_steps=0) for _ in range(8)]
     assert figures[-1]["distill/kl"] < (0.9 if loss == "advantage" else 0.6) * figures[0]["distill/kl"]
 
 
-def without_rewards(data: StepData) -> StepData:
-    rows = data.rows
-    return replace(data, rows=replace(rows, rewards_BT=0 * rows.rewards_BT, reward_E=0 * rows.reward_E))
-
-
-def test_rewards_and_distillation_mix(world: World, make_config: MakeConfig, groups: Path, teacher: Path) -> None:
-    gradients = {}
-    for weight in (1.0, 2.0):
-        config = distilling(make_config, "reverse_kl", {"model": str(teacher)}, weight=weight)
-        for name, data in (
-            ("both", first_step(config, groups)),
-            ("alone", without_rewards(first_step(config, groups))),
-        ):
-            train_step = build_train_step(config, world)
-            with torch.no_grad():
-                before = weights_of(train_step.model)
-            train_step.run(data, unpublished_steps=0)
-            gradients[name, weight] = {key: value - before[key] for key, value in weights_of(train_step.model).items()}
-    assert not torch.equal(*(gradients[name, 1.0]["model.norm.weight"] for name in ("both", "alone")))
-    # Alone, the direction of AdamW's first update does not depend on the weight.
-    torch.testing.assert_close(gradients["alone", 1.0], gradients["alone", 2.0], rtol=1e-2, atol=1e-5)
+def test_streams_add_up(world: World, make_config: MakeConfig, groups: Path, teacher: Path) -> None:
+    losses = {}
+    for weights in ((1.0, 0.0), (0.0, 1.0), (0.5, 2.0)):
+        distill = {"teachers": [{"model": str(teacher)}]} if weights[1] else None
+        config = make_config(
+            distill=distill, updates_per_step=1, streams=dict(zip(("rl", "ref_kl"), weights, strict=True))
+        )
+        losses[weights] = build_train_step(config, world).run(first_step(config, groups), unpublished_steps=0)["loss"]
+    assert losses[0.5, 2.0] == pytest.approx(0.5 * losses[1.0, 0.0] + 2 * losses[0.0, 1.0], rel=1e-4)
 
 
 def test_an_engine_gives_what_the_same_model_gives_here(
@@ -204,7 +191,8 @@ def mean_weights(train_step: TrainStep) -> dict[str, Tensor]:
 def test_average_follows_the_policy_and_is_restored(
     world: World, make_config: MakeConfig, groups: Path, tmp_path: Path
 ) -> None:
-    config = distilling(make_config, "jsd", {"weights": "average", "average_rate": 0.25})
+    distill = {"teachers": [{"weights": "average", "average_rate": 0.25}], "loss": "jsd"}
+    config = make_config(distill=distill, updates_per_step=1, streams={"ref_kl": 1})  # rewards move the policy
     train_step = build_train_step(config, world)
     initial = weights_of(train_step.model)
     (first,) = train(train_step, groups, [0])
