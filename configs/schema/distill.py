@@ -27,9 +27,9 @@ class TeacherConfig(Section):
     """Of `url`: requests that each rollout server may have open."""
     timeout_s: Seconds = 60.0
     """Of `url`: time of a try; there are four."""
-    weights: Literal["initial", "present", "average"] = "initial"
+    weights: Literal["initial", "present", "average"] | None = None
     """Without `model` and `url`: the policy's initial weights, its present ones, or their running average, a further
-    copy in memory."""
+    copy in memory. Unset: `initial`."""
     average_rate: float = Field(default=0.05, gt=0, le=1)
     """Of `weights: average`: share of the present weights in each update (SDPO, arXiv 2601.20802: 0.05)."""
     context: str | None = None
@@ -72,7 +72,7 @@ class TeacherConfig(Section):
             raise ValueError("model and url exclude each other; give one, or neither for the policy's own weights")
         if self.is_policy and self.weights == "present" and self.context is None:
             raise ValueError("weights: present without a context is the policy itself, from which nothing is learnt")
-        if not self.is_policy and "weights" in self.model_fields_set:
+        if not self.is_policy and self.weights is not None:
             raise ValueError("weights are the policy's; leave them out with model or url")
         return self
 

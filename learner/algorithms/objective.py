@@ -125,7 +125,10 @@ class Objective:
         if self.prepared.streams:
             streams["rl"] = _sum(part.loss.detach() for part in parts)
         for name in self.prepared.streams:
-            loss_BT = importance_BT * self._stream_terms(name, scores, batch, target_BT, teacher_BT)
+            if name == "ce":
+                loss_BT = cross_entropy(target_BT)
+            else:
+                loss_BT = importance_BT * self._distillation(scores, batch, target_BT, teacher_BT)
             weighted, streams[name] = self._stream_loss(name, batch, loss_BT)
             loss = loss + weighted
         mask_BT, entropy_BT, kl_BT = batch.of_step(rows.mask_BT), policies.entropy_BT, policies.kl_BT
@@ -179,15 +182,16 @@ class Objective:
         )
         return _PolicyLoss(loss, corrected, terms.clipped_BT)
 
-    def _stream_terms(
-        self, name: str, scores: ActionScores, batch: MicroBatch, target_BT: Tensor, teacher_BT: Tensor | None
+    def _distillation(
+        self, scores: ActionScores, batch: MicroBatch, target_BT: Tensor, teacher_BT: Tensor | None
     ) -> Tensor:
-        """Losses of the tokens of a stream beside `rl`."""
-        if name == "ce":
-            return cross_entropy(target_BT)
+        """Losses of the actions in the stream `ref_kl`.
+
+        Those of stale answers count by their truncated importance weight, as in SDPO (arXiv 2601.20802, `is_clip`).
+        """
         if scores.further_RA is not None:
             return batch.padded(scores.further_RA[0])
-        reference_BT = self.prepared.streams[name].reference_logprobs_BT
+        reference_BT = self.prepared.streams["ref_kl"].reference_logprobs_BT
         if teacher_BT is not None:
             return distillation(target_BT, teacher_BT)
         assert reference_BT is not None, "the stream ref_kl without teachers and reference"

@@ -52,7 +52,7 @@ class Teacher:
     def computing(self) -> Iterator[nn.Module]:
         """The model, with the weights of the teacher; for passes without gradients."""
         assert self.model is not None, "an engine has no model here"
-        base = self.is_policy and self.config.weights == "initial"
+        base = self.is_policy and self.config.weights != "present"
         with without_adapters(self.model) if base else nullcontext():
             yield self.model
 
@@ -280,10 +280,10 @@ def load_teachers(
             loaded = load_model(folder, replace(options, lora=None), world)
             require_same_tokens(key, folder, policy, vocabulary=vocabulary_of(loaded), world=world)
             teachers.append(Teacher(teacher, loaded.requires_grad_(False)))
-        elif teacher.weights == "present" or (teacher.weights == "initial" and has_adapters(model)):
-            teachers.append(Teacher(teacher, model, is_policy=True))
-        elif teacher.weights == "initial":
-            teachers.append(Teacher(teacher, load_model(policy, options, world).requires_grad_(False)))
-        else:  # not frozen: a checkpoint holds what could be trained
+        elif teacher.weights == "average":  # not frozen: a checkpoint holds what could be trained
             teachers.append(Teacher(teacher, load_model(policy, options, world)))
+        elif teacher.weights == "present" or has_adapters(model):
+            teachers.append(Teacher(teacher, model, is_policy=True))
+        else:
+            teachers.append(Teacher(teacher, load_model(policy, options, world).requires_grad_(False)))
     return Teachers(config, teachers, model, temperature, world.device)

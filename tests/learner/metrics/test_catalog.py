@@ -33,7 +33,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "streams": {"ce": 0.1, "ref_kl": 0.1},
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
-    "throttle": {"max_kl": 1.0}, "router_replay": True,
+    "throttle": {"max_kl": 1.0}, "router_replay": True, "distill": {"teachers": [{}]},
 }  # fmt: skip
 
 
