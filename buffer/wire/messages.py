@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 17
+SCHEMA_VERSION: Final = 18
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -182,6 +182,14 @@ class Trajectory(Record, frozen=True):
     """Images of its context, in the order of their placeholders among the tokens."""
     routed_experts: RoutedExperts | None = None
     """Only with `learner.router_replay`."""
+    teacher_prompt: bytes = b""
+    """Tokens of the prompt behind which a teacher sees the answer, in place of those before its first action; only with
+    a context under `learner.distill`. Empty: it is not distilled."""
+    teacher_logprobs: bytes = b""
+    """log π_T of the tokens that the policy chose, one after the other; only with an engine as teacher, as the next."""
+    teacher_top_ids: bytes = b""
+    """The teacher's likeliest tokens at each of them, in falling order, equally many of each."""
+    teacher_top_logprobs: bytes = b""
 
 
 class Group(Message, frozen=True):

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.distill import DistillConfig
 from slipstream.configs.schema.losses import LossConfig, PpoConfig
 from slipstream.configs.schema.trainers import RlConfig, TrainerConfig
 
@@ -175,8 +176,8 @@ class StreamsConfig(Section):
     """Of the cross-entropy of what the env shows after an action (ECHO, arXiv 2605.24517: 0.05), at temperature 1; 0:
     these tokens are not scored."""
     ref_kl: float = Field(default=0.0, ge=0)
-    """Of the policy gradient with advantages log π_ref - log π_θ at each action: on-policy distillation from
-    `learner.kl.reference`; 0: none."""
+    """Of the on-policy distillation: by the teachers and the loss of `learner.distill`, or without that by a policy
+    gradient with advantages log π_ref - log π_θ at each action, from `learner.kl.reference`; 0: none."""
 
     @property
     def further(self) -> list[str]:
@@ -329,6 +330,8 @@ class LearnerConfig(Section):
     streams: StreamsConfig = StreamsConfig()
     kl: KlConfig | None = None
     """Penalty on the divergence from a reference policy; unset: none, and no reference model is loaded."""
+    distill: DistillConfig | None = None
+    """Distillation from teachers; unset: none."""
     critic: CriticConfig | None = None
     """Value model, for `advantage: gae`; unset: none."""
     process_reward: ProcessRewardConfig | None = None
@@ -410,9 +413,10 @@ class LearnerConfig(Section):
             )
         if not (self.streams.rl or self.streams.further):
             problems.append("learner.streams: all weights are 0, so there is nothing to learn from")
-        if self.streams.ref_kl and self.kl is None:
+        if self.streams.ref_kl and self.kl is None and self.distill is None:
             problems.append(
-                "learner.streams.ref_kl needs learner.kl with a reference; with coefficient: 0 that adds no penalty"
+                "learner.streams.ref_kl needs teachers under learner.distill, or learner.kl with a reference; with "
+                "coefficient: 0 that adds no penalty"
             )
         if advantage.name == "gdpo" and self.length_penalty is not None:
             problems.append("learner.advantage: gdpo uses reward terms, which learner.length_penalty does not change")

@@ -238,6 +238,7 @@ class RunConfig(Section):
             *self._reward_problems(),
             *self.learner.rl_problems(),
             *self._algorithm_problems(),
+            *self._distill_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -248,11 +249,23 @@ class RunConfig(Section):
             *self._transport_problems(),
         ]
 
+    def _distill_problems(self) -> list[str]:
+        learner = self.learner
+        if learner.distill is None:
+            return []
+        problems = learner.distill.problems(
+            temperature=self.rollout.sampling.temperature, context_parallel=learner.parallel.cp
+        )
+        if not any(algorithm.streams.ref_kl for algorithm in self.algorithms.values()):
+            problems.append("learner.distill has no weight; set learner.streams.ref_kl, such as 1")
+        return problems
+
     def _reward_problems(self) -> list[str]:
-        if not self.rewards:  # not min_length: that also complains when a term is wrong
+        trained = bool(self.learner.streams.rl)
+        if trained and not self.rewards:  # not min_length: that also complains when a term is wrong
             return ["rewards must name at least one term"]
         problems = []
-        if not any(term.weight for term in self.rewards):
+        if trained and not any(term.weight for term in self.rewards):
             problems.append("rewards: none has a weight, so there is nothing to learn from")
         twice = sorted(name for name, count in Counter(term.name for term in self.rewards).items() if count > 1)
         if twice:

@@ -46,6 +46,18 @@ class ActionValues:
     """Estimates of KL(π_θ‖π_ref), if there is a reference."""
     streams: Mapping[str, Tensor]
     """The micro-batch's part of each stream's loss, without its weight; empty where there is only `rl`."""
+    distilled: "Distilled | None" = None
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Distillation of a micro-batch's actions by teachers, detached; 0 where one is not distilled."""
+
+    mask_BT: Tensor
+    kl_BT: Tensor
+    """Divergence from the teacher, or log π_θ - log π_T where only the actions' log-probs are known."""
+    agreed_BT: Tensor | None
+    """1.0 where policy and teacher hold the same token likeliest; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,15 @@ class Objective:
     kl_coefficient: float
     generator: torch.Generator
 
-    def __call__(self, scores: ActionScores, batch: MicroBatch) -> tuple[Tensor, ActionValues]:
-        """The micro-batch's share of the update's loss, with gradient, and values of its actions."""
+    def __call__(
+        self, scores: ActionScores, batch: MicroBatch, teacher_BT: Tensor | None = None
+    ) -> tuple[Tensor, ActionValues]:
+        """The micro-batch's share of the update's loss, with gradient, and values of its actions.
+
+        Args:
+            scores: with divergence and agreement, where teachers' distributions are distilled.
+            teacher_BT: log π_T, where those of the actions are.
+        """
         rows = self.prepared.rows
         target_BT = batch.padded(scores.logprobs_A)
         policies = _Policies(
@@ -106,7 +125,11 @@ class Objective:
         if self.prepared.streams:
             streams["rl"] = _sum(part.loss.detach() for part in parts)
         for name in self.prepared.streams:
-            weighted, streams[name] = self._stream_loss(name, batch, target_BT, importance_BT)
+            if name == "ce":
+                loss_BT = cross_entropy(target_BT)
+            else:
+                loss_BT = importance_BT * self._distillation(scores, batch, target_BT, teacher_BT)
+            weighted, streams[name] = self._stream_loss(name, batch, loss_BT)
             loss = loss + weighted
         mask_BT, entropy_BT, kl_BT = batch.of_step(rows.mask_BT), policies.entropy_BT, policies.kl_BT
         return loss, ActionValues(
@@ -121,6 +144,7 @@ class Objective:
             entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
             reference_kl_BT=None if kl_BT is None else kl_BT.detach() * mask_BT,
             streams=streams,
+            distilled=self._distilled(scores, batch, target_BT.detach(), teacher_BT),
         )
 
     def _policy_loss(self, index: int, batch: MicroBatch, policies: _Policies) -> _PolicyLoss:
@@ -158,21 +182,43 @@ class Objective:
         )
         return _PolicyLoss(loss, corrected, terms.clipped_BT)
 
-    def _stream_loss(
-        self, name: str, batch: MicroBatch, target_BT: Tensor, importance_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _distillation(
+        self, scores: ActionScores, batch: MicroBatch, target_BT: Tensor, teacher_BT: Tensor | None
+    ) -> Tensor:
+        """Losses of the actions in the stream `ref_kl`.
+
+        Those of stale answers count by their truncated importance weight, as in SDPO (arXiv 2601.20802, `is_clip`).
+        """
+        if scores.further_RA is not None:
+            return batch.padded(scores.further_RA[0])
+        reference_BT = self.prepared.streams["ref_kl"].reference_logprobs_BT
+        if teacher_BT is not None:
+            return distillation(target_BT, teacher_BT)
+        assert reference_BT is not None, "the stream ref_kl without teachers and reference"
+        return distillation(target_BT, batch.of_step(reference_BT))
+
+    def _stream_loss(self, name: str, batch: MicroBatch, loss_BT: Tensor) -> tuple[Tensor, Tensor]:
         """The micro-batch's part of the loss of a stream beside `rl`: with the envs' weights, and without."""
         stream = self.prepared.streams[name]
         mask_BT, weights_B1 = batch.of_step(stream.mask_BT), batch.of_step(stream.weights_B1)
-        if stream.reference_logprobs_BT is None:
-            loss_BT = cross_entropy(target_BT)
-        else:
-            loss_BT = importance_BT * distillation(target_BT, batch.of_step(stream.reference_logprobs_BT))
         loss_BT = batch.of_step(self.prepared.rows.importance_weights_B[:, None]) * loss_BT
         weighted, plain = (
             stream_mean(each_BT, mask_BT, self.tokens[name]) for each_BT in (weights_B1 * loss_BT, loss_BT.detach())
         )
         return weighted, plain
+
+    def _distilled(
+        self, scores: ActionScores, batch: MicroBatch, target_BT: Tensor, teacher_BT: Tensor | None
+    ) -> Distilled | None:
+        stream = self.prepared.streams.get("ref_kl")
+        if stream is None or (teacher_BT is None and scores.further_RA is None):
+            return None
+        mask_BT = batch.of_step(stream.mask_BT)
+        if teacher_BT is not None:
+            return Distilled(mask_BT, (target_BT - teacher_BT) * mask_BT, None)
+        assert scores.further_RA is not None
+        divergence_BT, agreed_BT = (batch.padded(values_A.detach()) for values_A in scores.further_RA)
+        return Distilled(mask_BT, divergence_BT * mask_BT, agreed_BT * mask_BT)
 
     def _initial(self, batch: MicroBatch, target_BT: Tensor) -> Tensor | None:
         if self.prepared.scored[self.update]:

@@ -83,11 +83,13 @@ class StepPreparer:
         consuming_version: int,
         unpublished_steps: int,
         kl_coefficient: float,
+        taught_BT: Tensor | None = None,
     ) -> PreparedStep:
         """Prepares the rows of all updates; the present weights are the proximal policy.
 
         Args:
             unpublished_steps: training steps since the consuming version was published.
+            taught_BT: 1.0 at the actions that teachers score; None without teachers.
         """
         # In the first update the target policy is the proximal one; later updates need its log-probs as their anchor.
         anchored = any(each.learner.correction.proximal == "recompute" for each in self.algorithms)
@@ -127,22 +129,26 @@ class StepPreparer:
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
             correction=self._correction(rows, proximal_BT, advantages_BT),
-            streams=self._streams(rows, reference_BT),
+            streams=self._streams(rows, reference_BT, taught_BT),
             reference_logprobs_BT=reference_BT,
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
             process=process,
         )
 
-    def _streams(self, rows: ActionBatch, reference_BT: Tensor | None) -> dict[str, Stream]:
+    def _streams(self, rows: ActionBatch, reference_BT: Tensor | None, taught_BT: Tensor | None) -> dict[str, Stream]:
         """The streams beside `rl` that an env gives a weight."""
         weights, found = [each.learner.streams for each in self.algorithms], dict[str, Stream]()
         if any(each.ce for each in weights):
             assert rows.ce_mask_BT is not None, "the stream ce without targets"
             found["ce"] = self._stream(rows, rows.ce_mask_BT, [each.ce for each in weights])
         if any(each.ref_kl for each in weights):
-            assert reference_BT is not None, "the stream ref_kl without a reference"
-            found["ref_kl"] = self._stream(rows, rows.mask_BT, [each.ref_kl for each in weights], reference_BT)
+            ref_kl = [each.ref_kl for each in weights]
+            if taught_BT is not None:
+                found["ref_kl"] = self._stream(rows, taught_BT, ref_kl)
+            else:
+                assert reference_BT is not None, "the stream ref_kl without a reference"
+                found["ref_kl"] = self._stream(rows, rows.mask_BT, ref_kl, reference_BT)
         return found
 
     def _stream(

@@ -21,7 +21,7 @@ class Stream:
     weights_B1: Tensor
     """Weight of each row's env."""
     reference_logprobs_BT: Tensor | None = None
-    """log π_ref of the actions for `distillation`; None: the tokens are targets of `cross_entropy`."""
+    """log π_ref of the actions for `distillation` from a reference; None: there are teachers, or it is `ce`."""
 
 
 def cross_entropy(logprobs_BT: Tensor) -> Tensor:

@@ -215,6 +215,17 @@ STEP: Final = (
         trl="kl",
     ),
     _metric("kl_coefficient", "", "its coefficient", verl="actor/kl_coef"),
+    _metric(
+        "distill/kl",
+        "nats",
+        "mean divergence from the teacher per distilled action, by `learner.distill.loss`; with `advantage` log π_θ − log π_T",
+    ),
+    _metric("distill/agreement", "0–1", "share of these at which policy and teacher hold the same token likeliest"),
+    _metric(
+        "distill/share",
+        "0–1",
+        "share of all actions that is distilled; others have no teacher, or lack what its context names",
+    ),
     _metric("value_loss", "", "the critic's loss; with `learner.critic`", verl="critic/vf_loss"),
     _metric("value_clip_fraction", "0–1", "share of clipped values", verl="critic/vf_clipfrac"),
     _metric(

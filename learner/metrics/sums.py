@@ -16,12 +16,13 @@ from slipstream.buffer.wire.messages import CUT_OFF, FINISH_REASONS, Trajectory
 from slipstream.learner.algorithms.divergence import SUMS as LAG
 from slipstream.learner.algorithms.divergence import k3, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import bounded
-from slipstream.learner.algorithms.objective import ActionValues
+from slipstream.learner.algorithms.objective import ActionValues, Distilled
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
+    "distilled", "distill_kl", "distill_agreed", "distill_compared",
     "input_tokens", "flops",
     "process_loss", "process_answers", "process_right", "process_reward",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
@@ -79,6 +80,8 @@ class StepSums:
             self.add(entropy=values.entropy_BT.sum())
         if values.reference_kl_BT is not None:
             self.add(reference_kl=values.reference_kl_BT.sum(), referenced=mask_BT.sum())
+        if values.distilled is not None:
+            self._add_distilled(values.distilled)
         if own_version is not None and values.initial_BT is not None:
             same_BT = mask_BT * (values.versions_BT == own_version)
             mismatch_BT = (values.initial_BT - values.behaviour_BT) * same_BT
@@ -89,6 +92,12 @@ class StepSums:
                 mismatch_abs=mismatch_BT.abs().sum(),
                 mismatch_probability=((values.initial_BT.exp() - values.behaviour_BT.exp()) * same_BT).abs().sum(),
             )
+
+    def _add_distilled(self, distilled: Distilled) -> None:
+        actions = distilled.mask_BT.sum()
+        self.add(distilled=actions, distill_kl=distilled.kl_BT.sum())
+        if distilled.agreed_BT is not None:
+            self.add(distill_compared=actions, distill_agreed=distilled.agreed_BT.sum())
 
     def add_masked(self, masked: Mapping[str, Tensor]) -> None:
         """Adds the number of actions that each reason masks; reasons may overlap."""
@@ -147,6 +156,13 @@ def _policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
         metrics["entropy"] = total["entropy"] / actions
     if total["referenced"]:
         metrics["reference_kl"] = total["reference_kl"] / total["referenced"]
+    if total["distilled"]:
+        metrics |= {
+            "distill/kl": total["distill_kl"] / total["distilled"],
+            "distill/share": total["distilled"] / actions,
+        }
+    if total["distill_compared"]:
+        metrics["distill/agreement"] = total["distill_agreed"] / total["distill_compared"]
     if same:
         metrics |= {"mismatch_tokens": same}
         of_same_version = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability")

@@ -1,8 +1,9 @@
 """Log-probs of actions under the learner's weights, from the distribution that was sampled.
 
-# A actions, D hidden size
+# A actions, D hidden size, R further values
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -21,11 +22,14 @@ from slipstream.learner.parallel.context import context_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Relative error of logits: larger than that of rounding, smaller than that of another formula."""
+Readout = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes R further values of each action, shape [R, A], from hidden states, and weight and bias of the head."""
 _METHOD = "score_hidden_states"
+_STATES_METHOD = "hidden_states_and_head"
 _CHECKED_TOKENS = 16
 
 
-def score_actions(
+def score_actions(  # noqa: PLR0913  (all but two have defaults)
     model: nn.Module,
     batch: MicroBatch,
     *,
@@ -35,6 +39,7 @@ def score_actions(
     whole_vocabulary: bool = False,
     targets: bool = False,
     kept_bytes: int = 0,
+    readout: Readout | None = None,
 ) -> ActionScores:
     """log π of the batch's actions; a collective where its tokens are split over ranks.
 
@@ -47,16 +52,25 @@ def score_actions(
         whole_vocabulary: give probability also to tokens that are never sampled.
         targets: also compute log π of the batch's targets, at temperature 1; else it is 0, as the rest of their scores.
         kept_bytes: most memory for logits that are kept for the backward pass; it computes others a second time.
+        readout: called for the actions of each rank's share of the tokens.
     """
     share = batch.split(context_of(model))
     rule = LogitRule.of(model, temperature=temperature, whole_vocabulary=whole_vocabulary)
     scores = score_share(
-        model, share, rule, entropy=entropy, collision=collision, targets=targets, kept_bytes=kept_bytes
+        model,
+        share,
+        rule,
+        entropy=entropy,
+        collision=collision,
+        targets=targets,
+        kept_bytes=kept_bytes,
+        readout=readout,
     )
     return ActionScores(
         share.of_whole(scores.logprobs_A),
         None if scores.entropy_A is None else share.of_whole(scores.entropy_A),
         None if scores.collision_A is None else share.of_whole(scores.collision_A),
+        None if scores.further_RA is None else torch.stack([share.of_whole(each_A) for each_A in scores.further_RA]),
     )
 
 
@@ -69,18 +83,43 @@ def score_share(
     collision: bool = False,
     targets: bool = False,
     kept_bytes: int = 0,
+    readout: Readout | None = None,
 ) -> ActionScores:
     """`score_actions` of one rank's share of a micro-batch, for its actions only."""
     if not hasattr(model, _METHOD):
         setattr(model, _METHOD, MethodType(_score, model))
         # Then FSDP gathers the head before it, as before a forward pass, and reduces the head's gradient.
         register_fsdp_forward_method(model, _METHOD)
-    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, targets, kept_bytes)
+    scores: ActionScores = getattr(model, _METHOD)(batch, rule, entropy, collision, targets, kept_bytes, readout)
     return scores
 
 
+def head_states(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states before the actions of a share of a micro-batch, [A, D], and weight and bias of the head.
+
+    The head stays gathered until the model is used or resharded; for passes without gradients.
+    """
+    if not hasattr(model, _STATES_METHOD):
+        setattr(model, _STATES_METHOD, MethodType(_states_and_head, model))
+        register_fsdp_forward_method(model, _STATES_METHOD)
+    found: tuple[Tensor, Tensor, Tensor | None] = getattr(model, _STATES_METHOD)(batch)
+    return found
+
+
+def _states_and_head(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    head = model.get_output_embeddings()
+    return _hidden_states(model, batch), head.weight, head.bias
+
+
 def _score(
-    model: Any, batch: MicroBatch, rule: LogitRule, entropy: Entropy, collision: bool, targets: bool, kept_bytes: int
+    model: Any,
+    batch: MicroBatch,
+    rule: LogitRule,
+    entropy: Entropy,
+    collision: bool,
+    targets: bool,
+    kept_bytes: int,
+    readout: Readout | None,
 ) -> ActionScores:
     head, states_AD, actions_A = model.get_output_embeddings(), _hidden_states(model, batch), batch.actions_A
 
@@ -109,9 +148,10 @@ def _score(
             None if scores.collision_A is None else spread(scores.collision_A),
         )
 
+    further_RA = None if readout is None else readout(states_AD, head.weight, head.bias)
     if batch.is_target_A is None:
-        return score(None, rule, entropy, collision)
-    scores = score((~batch.is_target_A).nonzero()[:, 0], rule, entropy, collision)
+        return score(None, rule, entropy, collision)._replace(further_RA=further_RA)
+    scores = score((~batch.is_target_A).nonzero()[:, 0], rule, entropy, collision)._replace(further_RA=further_RA)
     if not targets:
         return scores
     of_targets = score(batch.is_target_A.nonzero()[:, 0], replace(rule, temperature=1.0))

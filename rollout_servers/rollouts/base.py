@@ -36,6 +36,7 @@ FailureReason = (
         "request_refused",
         "generation_timeout",
         "superseded",
+        "teacher_unavailable",
     ]
     | rewards.FailureReason
 )

@@ -37,6 +37,7 @@ from slipstream.rollout_servers.rollouts.base import (
     image_id,
 )
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.rollouts.teaching import Answered, Teaching
 from slipstream.rollout_servers.tally import BASELINE, Tally
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Player:
         env: the tasks.
         tokenizer: of the policy.
         scorer: of the episodes.
+        teaching: adds what teachers give to trajectories that are trained on; None: there are no teachers.
     """
 
     def __init__(
@@ -106,16 +108,23 @@ class Player:
         self._env_name = env_name
         self._ticket_deadline_s = ticket_deadline_s
         self._evaluate_env_rewards = evaluate_env_rewards
+        self.teaching: Teaching | None = None
         self._env_thread = SerialThread()
         policy = AnswerGenerator(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
         self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
     def from_config(
-        cls, config: "RunConfig", env: Env, tokenizer: Tokenizer, engine: Engine, scorer: Scorer
+        cls,
+        config: "RunConfig",
+        env: Env,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        scorer: Scorer,
+        teaching: Teaching | None = None,
     ) -> "Player":
         """The player of a run."""
-        return cls(
+        player = cls(
             env,
             tokenizer,
             engine,
@@ -125,6 +134,8 @@ class Player:
             ticket_deadline_s=config.buffer.ticket_deadline_s,
             evaluate_env_rewards=config.eval.reward is None,
         )
+        player.teaching = teaching
+        return player
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
         """Plays and scores `samples` episodes of one task. Raises: as `generate` and `score` do."""
@@ -189,6 +200,17 @@ class Player:
                 episode=number,
                 turn_rewards=[*result.spans, *env_rewards],
             )
+        if self.teaching is not None and not evaluation:
+            try:
+                trajectories = await self.teaching.add(
+                    trajectories,
+                    [Answered(episode.view, result) for episode, result in scored],
+                    env=self._label(episodes[0].view.info),
+                    until=unscored.until,
+                )
+            except EpisodeFailed as error:
+                failed = EpisodeFailed(error.reason, error.detail, [episode.action_tokens for episode in episodes])
+                raise self._named(failed, unscored.split, unscored.index) from error
         if evaluation and len(episodes) > 1:
             chosen = majority([episode.view.answer for episode in episodes])
             agreed = next(trajectory.reward for trajectory in trajectories if trajectory.episode == chosen)

@@ -18,6 +18,7 @@ from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.divergence import KlCoefficient
 from slipstream.learner.algorithms.process_reward import load_process_reward
+from slipstream.learner.algorithms.teachers import load_teachers
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
@@ -104,6 +105,9 @@ def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
         reference=_load_reference(config.learner.kl, model, path, live, world),
         critic=load_critic(config.learner.critic, path, live, world),
         process_reward=load_process_reward(config.learner.process_reward, path, live, world),
+        teachers=load_teachers(
+            config.learner.distill, model, path, live, world, temperature=config.rollout.sampling.temperature
+        ),
         kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
 

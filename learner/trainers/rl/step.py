@@ -21,6 +21,7 @@ from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.process_reward import ProcessRewardModel
 from slipstream.learner.algorithms.registry import Algorithm
+from slipstream.learner.algorithms.teachers import Teachers, Teaching
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
@@ -31,7 +32,7 @@ from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
 from slipstream.learner.models.reproducibility import weights_checksum
-from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.scoring import Readout, score_actions
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")
@@ -58,6 +59,7 @@ class TrainStep:
     reference: nn.Module | None
     critic: Critic | None
     process_reward: ProcessRewardModel | None
+    teachers: Teachers | None
     kl: KlCoefficient | None
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
@@ -110,6 +112,7 @@ class TrainStep:
         self._set_learning_rates(data.step, sums)
         skipped_before = self.skipped.count
         own_version = None if unpublished_steps else data.consuming_version
+        teaching = None if self.teachers is None else self.teachers.of_step(data.trajectories, rows.mask_BT)
         with span("score"):
             prepared = self._prepare(
                 rows,
@@ -117,6 +120,7 @@ class TrainStep:
                 consuming_version=data.consuming_version,
                 unpublished_steps=unpublished_steps,
                 kl_coefficient=self._kl_coefficient,
+                taught_BT=None if teaching is None else teaching.mask_BT,
             )
         if traced is not None:
             traced.prepared(data.updates, prepared.advantages_BT)
@@ -130,7 +134,7 @@ class TrainStep:
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
                     objective = self._objective(prepared, batches, number, data.step)
-                    self._update_policy(batches, objective, own_version, sums, traced)
+                    self._update_policy(batches, objective, own_version, sums, traced, teaching)
             if self.critic is not None:
                 with span("update critic", micro_batches=len(batches)):
                     self._update_critic(self.critic, batches, prepared, sums)
@@ -198,11 +202,13 @@ class TrainStep:
         own_version: int | None,
         sums: StepSums,
         traced: ActionTrace | None,
+        teaching: Teaching | None,
     ) -> None:
         entropy: Entropy = "gradient" if any(each.loss.entropy_bonus for each in self.algorithms.values()) else "value"
         reference_ess = self.learner.correction.reference_ess
         answers = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
+            readout, teacher_BT = self._teach(teaching, batch)
             scores = score_actions(
                 self.model,
                 batch,
@@ -210,13 +216,16 @@ class TrainStep:
                 entropy=entropy,
                 targets=True,
                 kept_bytes=self.learner.logits_bytes,
+                readout=readout,
             )
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
+                self._release_teachers()
                 continue
-            loss, values = objective(scores, batch)
+            loss, values = objective(scores, batch, teacher_BT)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.data_size)
+            self._release_teachers()
             sums.add_policy(values, own_version)
             if traced is not None:
                 traced.add(objective.update, index, values)
@@ -229,6 +238,21 @@ class TrainStep:
             set_learning_rate(self.optimizer, lr)
             sums.set("lr", lr)
         self._optimizer_step(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
+        if self.teachers is not None and not self.skipped.latest:
+            self.teachers.follow()
+
+    def _teach(self, teaching: Teaching | None, batch: MicroBatch) -> tuple[Readout | None, Tensor | None]:
+        """What teachers give for a micro-batch: a readout of divergences, or log-probs [B, T]; a collective."""
+        if teaching is None:
+            return None, None
+        if not teaching.teachers.config.over_vocabulary:
+            return None, teaching.logprobs(batch)
+        lessons = teaching.lessons(batch)
+        return teaching.teachers.readout(lessons, kept_bytes=self.learner.logits_bytes), None
+
+    def _release_teachers(self) -> None:
+        if self.teachers is not None:
+            self.teachers.release()
 
     def _update_critic(
         self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
@@ -299,9 +323,9 @@ class TrainStep:
     def trained(self) -> ModelsAndOptimizers:
         """Models and optimizers by name, for checkpoints."""
         others = {"critic": self.critic, "process_reward": self.process_reward}
-        return {"policy": (self.model, self.optimizer)} | {
-            name: (other.model, other.optimizer) for name, other in others.items() if other is not None
-        }
+        named = {name: (other.model, other.optimizer) for name, other in others.items() if other is not None}
+        averages = {} if self.teachers is None else self.teachers.averages
+        return {"policy": (self.model, self.optimizer)} | named | averages
 
     def checksum(self) -> str:
         """Checksum of all weights that are trained; a collective."""
