@@ -41,7 +41,7 @@ class ValueModel(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, shape [A, 1]."""
         states_1ND = self.backbone(**batch.model_inputs()).last_hidden_state
-        values_A1: Tensor = self.head(states_1ND[0].index_select(0, batch.action_positions_A))
+        values_A1: Tensor = self.head(states_1ND[0].index_select(0, batch.action_positions_S))
         return values_A1
 
 

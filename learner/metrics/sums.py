@@ -22,7 +22,7 @@ from slipstream.learner.parallel.mesh import World
 _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
-    "input_tokens", "flops",
+    "sequence_tokens", "input_tokens", "flops",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -107,7 +107,8 @@ class StepSums:
         metrics = {
             "actions": total["actions"],
             "answers": total["episodes"],
-            "tokens": total["input_tokens"],
+            "tokens": total["sequence_tokens"],
+            "prefix_saving": 1 - total["input_tokens"] / max(1, total["sequence_tokens"]),
             "flops": total["flops"],
         }
         if total["actions"]:

@@ -23,12 +23,14 @@ from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
+from slipstream.learner.models.prefix_sharing import common_sharing
 from slipstream.learner.models.reproducibility import weights_checksum
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
@@ -118,7 +120,10 @@ class TrainStep:
             sums.add_masked(prepared.correction.masked)
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
-            sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
+            sums.add(
+                sequence_tokens=sum(batch.sequence_tokens for batch in data.updates[number]),
+                input_tokens=sum(batch.input_ids_1N.numel() for batch in data.updates[number]),
+            )
             sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
@@ -148,7 +153,15 @@ class TrainStep:
         trained = [self.flops] if trains_policy else []
         trained += [] if self._critic_flops is None else [self._critic_flops]
         lengths = [length for batch in batches for length in batch.segment_lengths]
-        return sum(flops(lengths, actions=sum(batch.actions for batch in batches)) for flops in trained)
+        before = [depth for batch in batches for depth in batch.segment_depths]
+        actions = sum(batch.actions_S.numel() for batch in batches)
+        return sum(flops(lengths, actions=actions, before=before) for flops in trained)
+
+    @property
+    def sharing(self) -> PrefixSharing | None:
+        """The rule by which the step's sequences may share prefixes; None if one of the models can't compute that."""
+        models = [self.model, self.reference, None if self.critic is None else self.critic.model]
+        return common_sharing([model for model in models if model is not None])
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.learner
