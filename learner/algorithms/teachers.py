@@ -147,7 +147,7 @@ class Teaching:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """log π_T of a micro-batch's actions, 0 where it is not distilled, shape [B, T]; a collective."""
-        logprobs_A = torch.zeros(batch.actions, device=batch.actions_A.device)
+        logprobs_A = torch.zeros(batch.actions, device=batch.actions_S.device)
         for teacher, sequences, part in self._parts(batch):
             if teacher.model is None:
                 given = b"".join(each.teacher_logprobs for each in self._of_batch(batch, sequences))
@@ -194,9 +194,9 @@ class Teaching:
                 sequences = [self._sequence(teacher, rows[index]) for index in mine]
                 (part,) = pack(sequences, token_budget=sum(len(sequence.token_ids) for sequence in sequences))
                 order = [mine[index] for index in part.rows_B.tolist()]
-                yield teacher, order, part.to(batch.actions_A.device)
+                yield teacher, order, part.to(batch.actions_S.device)
             else:
-                yield teacher, [], empty_micro_batch().to(batch.actions_A.device)
+                yield teacher, [], empty_micro_batch().to(batch.actions_S.device)
 
     def _of_batch(self, batch: MicroBatch, sequences: Sequence[int]) -> list[Trajectory]:
         rows = batch.rows_B.tolist()
@@ -215,7 +215,7 @@ class Teaching:
     def _of_engine(self, sequences: Sequence[int], batch: MicroBatch) -> TopTokens:
         """An engine's likeliest tokens at the actions of these sequences, one after the other."""
         trajectories = self._of_batch(batch, sequences)
-        k, device = self.teachers.config.top_k, batch.actions_A.device
+        k, device = self.teachers.config.top_k, batch.actions_S.device
         assert k is not None, "the configuration requires top_k of engines"
         ids, logprobs = (
             np.frombuffer(b"".join(each), dtype=dtype).reshape(-1, k)
@@ -231,7 +231,7 @@ class Teaching:
 
 def _actions_of(batch: MicroBatch, sequences: Sequence[int]) -> Tensor:
     """Indices of the actions of these sequences, one sequence after the other, without targets of a cross-entropy."""
-    places_A = torch.arange(batch.actions, device=batch.actions_A.device)
+    places_A = torch.arange(batch.actions, device=batch.actions_S.device)
     of_sequence_A = batch.sequence_A
     if batch.is_target_A is not None:
         places_A, of_sequence_A = places_A[~batch.is_target_A], of_sequence_A[~batch.is_target_A]

@@ -28,9 +28,10 @@ from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups
+from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, Work, balance_groups
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
+from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack, share_prefixes
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.data.rows import ActionBatch, build_rows
 from slipstream.learner.metrics.samples import Source, sources_of
 from slipstream.learner.parallel.mesh import World
@@ -112,27 +113,36 @@ def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -
     return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
 
 
+def group_works(group: Group, sharing: PrefixSharing | None, *, token_budget: int) -> list[Work]:
+    """Work of a group's sequences, or trees of them, as `pack` finds them."""
+    trajectories = group.trajectories
+    if sharing is None or any(each.images or each.routed_experts for each in trajectories):
+        return [Work.of_length(len(each.action_mask) - 1) for each in trajectories]
+    sequences = [token_sequence(trajectory, group.images) for trajectory in trajectories]
+    return [item.work for item in share_prefixes(sequences, sharing, token_budget=token_budget)]
+
+
 def balance_step(
-    lengths: Sequence[Sequence[int]], learner: LearnerConfig, world: World, cost: SequenceCost
+    works: Sequence[Sequence[Work]], learner: LearnerConfig, world: World, cost: SequenceCost
 ) -> tuple[list[list[int]], list[MicroBatchPlan]]:
     """Indices of the groups that this rank trains on and its micro-batches, by update.
 
     Args:
-        lengths: input tokens of the sequences of each of the step's groups.
+        works: work of each group's sequences, or trees of them.
         cost: of sequences under the policy.
     """
-    per_update = len(lengths) // learner.updates_per_step
+    per_update = len(works) // learner.updates_per_step
     assigned, plans = [], []
-    for start in range(0, len(lengths), per_update):
+    for start in range(0, len(works), per_update):
         shares, plan = balance_groups(
-            lengths[start : start + per_update], world.data_size, budget=learner.token_budget, cost=cost
+            works[start : start + per_update], world.data_size, budget=learner.token_budget, cost=cost
         )
         assigned.append([start + index for index in shares[world.data_rank]])
         plans.append(plan)
     return assigned, plans
 
 
-def build_step(
+def build_step(  # noqa: PLR0913  (all that a step depends on)
     assigned: Sequence[Sequence[tuple[Group, float]]],
     *,
     algorithms: Mapping[str, LearnerConfig],
@@ -142,6 +152,7 @@ def build_step(
     staleness: Mapping[int, int] | None = None,
     images: ImageReader | None = None,
     plans: Sequence[MicroBatchPlan] | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> StepData:
     """A rank's part of a step.
 
@@ -151,6 +162,7 @@ def build_step(
         staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
         plans: of each update's micro-batches, where several ranks train in step.
+        sharing: of common prefixes; None: each sequence is computed alone.
     """
     updates, all_trajectories, sources = [], list[Trajectory](), list[Source]()
     labels, chosen = list(algorithms), list(algorithms.values())
@@ -171,7 +183,15 @@ def build_step(
             for group, _ in groups
             for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=chosen[0].token_budget, first_row=len(all_trajectories), plan=plan))
+        batches = pack(
+            sequences,
+            token_budget=chosen[0].token_budget,
+            first_row=len(all_trajectories),
+            plan=plan,
+            sharing=sharing,
+            groups=None if plan is None else [len(group.trajectories) for group, _ in groups],
+        )
+        updates.append(batches)
         all_trajectories += trajectories
         sources += [source for group, _ in groups for source in sources_of(group, samples=1)]
     rows = build_rows(
@@ -207,6 +227,8 @@ class Feed:
         images: reads the images of a vision-language model.
         """
         self.images = images
+        self.sharing: PrefixSharing | None = None
+        """Of common prefixes, by the models' abilities; they are loaded later."""
         self._config = config
         self._algorithms = config.algorithms
         self._cost = cost
@@ -282,6 +304,7 @@ class Feed:
             staleness=lease.staleness_of,
             images=self.images,
             plans=plans,
+            sharing=self.sharing,
         )
         return replace(data, lease=lease)
 
@@ -298,21 +321,21 @@ class Feed:
         """Indices of the groups that this rank trains on and its micro-batches, by update.
 
         Args:
-            groups: those whose lengths this rank shares with the others, by index.
+            groups: those whose work this rank shares with the others, by index.
         """
         learner, world = self._config.learner, self._world
-        lengths_of_own = [
-            (index, [len(trajectory.action_mask) - 1 for trajectory in group.trajectories])
+        own = [
+            (index, group_works(group, self.sharing, token_budget=learner.token_budget))
             for index, group in groups.items()
         ]
-        world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(lengths_of_own))
+        world.store.set(f"works/{number}/{world.data_rank}", json.dumps(own))
         if number > 2:
-            world.store.delete_key(f"lengths/{number - 2}/{world.data_rank}")
-        lengths: dict[int, list[int]] = {}
+            world.store.delete_key(f"works/{number - 2}/{world.data_rank}")
+        works: dict[int, list[Work]] = {}
         for rank in range(world.data_size):
-            shared = self._await_key(f"lengths/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
-            lengths |= dict(json.loads(shared))
-        return balance_step([lengths[index] for index in range(len(lengths))], learner, world, self._cost)
+            shared = self._await_key(f"works/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
+            works |= {index: [Work(*work) for work in of_group] for index, of_group in json.loads(shared)}
+        return balance_step([works[index] for index in range(len(works))], learner, world, self._cost)
 
     def _lease(self, number: int, step: int, consuming_version: int) -> LeasedGroups:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError

@@ -23,7 +23,7 @@ _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
     "distilled", "distill_kl", "distill_agreed", "distill_compared",
-    "input_tokens", "flops",
+    "sequence_tokens", "input_tokens", "flops",
     "process_loss", "process_answers", "process_right", "process_reward",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
@@ -123,7 +123,8 @@ class StepSums:
         metrics = {
             "actions": total["actions"],
             "answers": total["episodes"],
-            "tokens": total["input_tokens"],
+            "tokens": total["sequence_tokens"],
+            "prefix_saving": 1 - total["input_tokens"] / max(1, total["sequence_tokens"]),
             "flops": total["flops"],
         }
         if total["actions"]:

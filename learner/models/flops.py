@@ -94,10 +94,18 @@ class ModelFlops:
             windows=_windows(text),
         )
 
-    def __call__(self, lengths: Sequence[int], *, actions: int) -> float:
-        """Operations for sequences of these numbers of input tokens with so many actions together."""
+    def __call__(self, lengths: Sequence[int], *, actions: int, before: Sequence[int] | None = None) -> float:
+        """Operations for sequences of these numbers of input tokens with so many actions together.
+
+        Args:
+            before: tokens before each sequence to which it attends, but which are counted elsewhere; None: none.
+        """
         sizes = np.array(lengths, dtype=np.float64)
-        pairs = sum(layers * _pairs(sizes, window) for window, layers in self.windows.items())
+        starts = np.zeros_like(sizes) if before is None else np.array(before, dtype=np.float64)
+        pairs = sum(
+            layers * (_pairs(starts + sizes, window) - _pairs(starts, window))
+            for window, layers in self.windows.items()
+        )
         products = (3 * self.trained_weights + 2 * self.frozen_weights) * float(sizes.sum())
         head = (3 if self.head_is_trained else 2) * self.head_weights * actions
         return 2 * (products + head) + 3 * self.pair_operations * pairs

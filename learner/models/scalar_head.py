@@ -59,7 +59,7 @@ class ScalarModel(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """The head's output before each action, shape [A, 1]."""
         states_1ND = self.base_model(**batch.model_inputs()).last_hidden_state
-        values_A1: Tensor = self.score(states_1ND[0].index_select(0, batch.action_positions_A))
+        values_A1: Tensor = self.score(states_1ND[0].index_select(0, batch.action_positions_S))
         return values_A1
 
 

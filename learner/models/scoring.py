@@ -121,7 +121,7 @@ def _score(
     kept_bytes: int,
     readout: Readout | None,
 ) -> ActionScores:
-    head, states_AD, actions_A = model.get_output_embeddings(), _hidden_states(model, batch), batch.actions_A
+    head, states_AD, actions_A = model.get_output_embeddings(), _hidden_states(model, batch), batch.actions_S
 
     def score(
         chosen_I: Tensor | None, rule: LogitRule, entropy: Entropy = "none", collision: bool = False
@@ -162,7 +162,7 @@ def _hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     """Hidden state before each action, shape [A, D]."""
     states_1ND = backbone_of(model)(**batch.model_inputs()).last_hidden_state
     # Not by indexing, whose backward pass sorts the positions.
-    states_AD: Tensor = states_1ND[0].index_select(0, batch.action_positions_A)
+    states_AD: Tensor = states_1ND[0].index_select(0, batch.action_positions_S)
     if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
         states_AD = states_AD + zero
     return states_AD
@@ -179,7 +179,7 @@ def check_head(model: nn.Module, *, vocabulary: int, dtype: torch.dtype, device:
     batch = batch.to(device)
     found_A = score_share(model, batch, LogitRule.of(model, whole_vocabulary=True)).logprobs_A
     logits_AV = model(**batch.model_inputs()).logits[0].float()
-    expected_A = logits_AV.log_softmax(-1).gather(1, batch.actions_A[:, None])[:, 0]
+    expected_A = logits_AV.log_softmax(-1).gather(1, batch.actions_S[:, None])[:, 0]
     off = float((found_A - expected_A).abs().mean() / logits_AV.std())
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(

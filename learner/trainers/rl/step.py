@@ -25,12 +25,14 @@ from slipstream.learner.algorithms.teachers import Teachers, Teaching
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, aligned
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.metrics.action_trace import ActionTrace
 from slipstream.learner.metrics.sums import StepSums, trajectory_metrics
 from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.fused_head import Entropy
 from slipstream.learner.models.moe import expert_metrics
 from slipstream.learner.models.optim import SkippedUpdates, learning_rate, optimizer_step, set_learning_rate
+from slipstream.learner.models.prefix_sharing import common_sharing
 from slipstream.learner.models.reproducibility import weights_checksum
 from slipstream.learner.models.scoring import Readout, score_actions
 from slipstream.learner.parallel.mesh import World
@@ -129,7 +131,10 @@ class TrainStep:
         sums.add(**{f"{name}_tokens": stream.mask_BT.sum() for name, stream in prepared.streams.items()})
         sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
-            sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
+            sums.add(
+                sequence_tokens=sum(batch.sequence_tokens for batch in data.updates[number]),
+                input_tokens=sum(batch.input_ids_1N.numel() for batch in data.updates[number]),
+            )
             sums.add(flops=self._flops_of(data.updates[number], trains_policy=data.step >= self._pretrain_steps))
             if data.step >= self._pretrain_steps:
                 with span("update policy", micro_batches=len(batches)):
@@ -162,7 +167,20 @@ class TrainStep:
         trained = [self.flops] if trains_policy else []
         trained += self._further_flops
         lengths = [length for batch in batches for length in batch.segment_lengths]
-        return sum(flops(lengths, actions=sum(batch.actions for batch in batches)) for flops in trained)
+        before = [depth for batch in batches for depth in batch.segment_depths]
+        actions = sum(batch.actions_S.numel() for batch in batches)
+        return sum(flops(lengths, actions=actions, before=before) for flops in trained)
+
+    @property
+    def sharing(self) -> PrefixSharing | None:
+        """The rule by which the step's sequences may share prefixes; None if one of the models can't compute that.
+
+        They do not with teachers, whose scores are by sequence, or with targets of a cross-entropy.
+        """
+        if self.teachers is not None or any(each.streams.ce for each in self.algorithms.values()):
+            return None
+        others = [other.model for other in (self.critic, self.process_reward) if other is not None]
+        return common_sharing([model for model in (self.model, self.reference, *others) if model is not None])
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.learner

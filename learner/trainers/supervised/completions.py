@@ -85,7 +85,7 @@ def _next_tokens(model: Any, contexts: Sequence[list[int]], world: World) -> lis
         sequences.append(TokenSequence(np.array([*context, DUMMY]), mask))
     (batch,) = pack(sequences, token_budget=sum(map(len, contexts)) + len(contexts))
     batch = batch.to(world.device)
-    logits_AV = model(**batch.model_inputs(), logits_to_keep=batch.action_positions_A).logits[0].float()
+    logits_AV = model(**batch.model_inputs(), logits_to_keep=batch.action_positions_S).logits[0].float()
     logprobs_A, tokens_A = logits_AV.log_softmax(-1).max(-1)
     found = dict(zip(batch.rows_B.tolist(), zip(tokens_A.tolist(), logprobs_A.tolist(), strict=True), strict=True))
     # As text: rank 0's, in case that rounding differs.

@@ -108,7 +108,7 @@ def test_cross_entropy_is_that_of_the_model_at_temperature_1(world: World, make_
             with torch.no_grad():
                 logits = train_step.model(**batch.model_inputs()).logits[0].float()
             targets = torch.from_numpy(observed_tokens(each)[1:])
-            total -= logits.log_softmax(-1).gather(1, batch.actions_A[:, None])[targets].sum().item()
+            total -= logits.log_softmax(-1).gather(1, batch.actions_S[:, None])[targets].sum().item()
             count += int(targets.sum())
     without = build_train_step(make_config(updates_per_step=1), world).run(
         data_of(make_config(updates_per_step=1), groups), unpublished_steps=0

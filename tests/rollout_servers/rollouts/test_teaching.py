@@ -23,13 +23,13 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split, Task
 from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards import teacher
 from slipstream.rewards.base import Score
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.rollouts.teaching import Teaching
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rewards.functions.http_server import serving
 from tests.rollout_servers.scripted import ScriptedEngine, completion, ids, lasting
 
