@@ -35,6 +35,10 @@ FailureReason = (
         "request_refused",
         "generation_timeout",
         "superseded",
+        "agent_error",
+        "agent_timeout",
+        "reward_missing",
+        "session_void",
     ]
     | rewards.FailureReason
 )
