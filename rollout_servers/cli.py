@@ -143,7 +143,7 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.env.base import has_sessions, offers_tools
+    from slipstream.env.base import gives_rewards, offers_tools
     from slipstream.env.registry import build_env
     from slipstream.models.folder import initial_model
     from slipstream.rewards.scorer import Scorer
@@ -170,8 +170,9 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
 
-        tokenizer = Tokenizer(initial_model(config))
-        if has_sessions(env):
+        model = initial_model(config)
+        tokenizer = Tokenizer(model)
+        if gives_rewards(env):
             ChatFormat.of(tokenizer, config.rollout.episode).check(tools=offers_tools(env))
         if config.rollout.skip_long_prompts:
             with exit_on_signals():

@@ -21,7 +21,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import SecurityConfig
-from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
+from slipstream.env.base import Env, Observation, Split, Task, gives_rewards, has_sessions, offers_tools
 from slipstream.env.images import separate_images
 from slipstream.env.registry import TOOLS, add_tools, build_env
 from slipstream.models.folder import initial_model, model_folder
@@ -234,7 +234,7 @@ async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report)
 
     try:
         format = ChatFormat.of(Tokenizer(model), config.rollout.episode)
-        if has_sessions(env):
+        if gives_rewards(env):
             format.check(tools=offers_tools(env))
     except ConfigError as error:
         report.problems += error.problems
@@ -333,7 +333,7 @@ class _TaskCheck:
                 f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
                 "rewards=[{name: none}]"
             )
-        if not has_sessions(self.env) and "reference" in total and total["reference"] <= total["wrong"]:
+        if not gives_rewards(self.env) and "reference" in total and total["reference"] <= total["wrong"]:
             report.warnings.append(
                 f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
                 f"{total['wrong']:g}: does the reward expect another form of the answer? If so, nothing is learned"

@@ -37,6 +37,10 @@ FailureReason = (
         "generation_timeout",
         "superseded",
         "teacher_unavailable",
+        "agent_error",
+        "agent_timeout",
+        "reward_missing",
+        "session_void",
     ]
     | rewards.FailureReason
 )

@@ -14,7 +14,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
-from slipstream.env.base import Env, Split, Task, has_sessions
+from slipstream.env.base import Env, Split, Task, gives_rewards, has_sessions, runs_agents
 from slipstream.env.builtin.mix import LABEL
 from slipstream.env.images import has_images, separate_images
 from slipstream.models.images import ImageError
@@ -36,6 +36,8 @@ from slipstream.rollout_servers.rollouts.base import (
     first_error,
     image_id,
 )
+from slipstream.rollout_servers.rollouts.gateway.rollout import AgentRollout
+from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.teaching import Answered, Teaching
 from slipstream.rollout_servers.tally import BASELINE, Tally
@@ -77,6 +79,7 @@ class Player:
         tokenizer: of the policy.
         scorer: of the episodes.
         teaching: adds what teachers give to trajectories that are trained on; None: there are no teachers.
+        gateway: of an env whose episodes agents play; it must serve while they are played.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Player:
 
         Raises: ConfigError if a reward has the name under which the rewards of sessions are recorded.
         """
-        if has_sessions(env) and ENV_SCORE in scorer.names:
+        if gives_rewards(env) and ENV_SCORE in scorer.names:
             raise ConfigError(f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {env_name!r} give")
         self.env = env
         self.tokenizer = tokenizer
@@ -111,7 +114,13 @@ class Player:
         self.teaching: Teaching | None = None
         self._env_thread = SerialThread()
         policy = AnswerGenerator(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
-        self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
+        self._rollout: Rollout
+        self.gateway: Gateway | None = None
+        if runs_agents(env):
+            self.gateway = Gateway(policy)
+            self._rollout = AgentRollout(env, self.gateway)
+        else:
+            self._rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
     def from_config(
@@ -270,7 +279,7 @@ class Player:
         penalty = overlong(
             episode.action_tokens,
             truncated=episode.view.ended in m.CUT_OFF,
-            max_tokens=self._config.episode_tokens if has_sessions(self.env) else self._config.sampling.max_tokens,
+            max_tokens=self._config.episode_tokens if gives_rewards(self.env) else self._config.sampling.max_tokens,
             cache_tokens=config.cache_tokens,
             penalty=config.penalty,
         )
