@@ -29,6 +29,7 @@ IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
 STEPS = 3
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
+SMALL = ("learner.groups_per_step=4", "rollout.groups_in_flight=8")
 AT_ONCE = 2
 """While one run's engine starts, which keeps a core busy, another's processes wait for each other."""
 
@@ -72,7 +73,7 @@ def runs(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pipelines = {recipe: Pipeline(tmp_path_factory.mktemp(recipe.stem)) for recipe in wanted}
         yield {
-            recipe: (pipeline, pool.submit(train, forks, pipeline, *overrides_of(recipe), file=recipe))
+            recipe: (pipeline, pool.submit(train, forks, pipeline, *overrides_of(recipe), *SMALL, file=recipe))
             for recipe, pipeline in pipelines.items()
         }
         pool.shutdown(cancel_futures=True)
