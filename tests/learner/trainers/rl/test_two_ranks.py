@@ -1,14 +1,12 @@
 """Two learner ranks: their results on recorded groups equal those of one rank."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +44,8 @@ from tests.learner.trainers.rl.two_ranks import (
     with_learner,
     with_model,
 )
+from tests.pipeline.forked import run_to_end
 from tests.vision import gradient_norms, write_vision_model
-
-ROOT = Path(__file__).parents[4]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+def two_ranks(digits_model: Path, forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     """Two learner ranks have trained on recorded groups."""
     folder = tmp_path_factory.mktemp("two_ranks")
     config = run_config(digits_model, folder, token_budget=80)
@@ -78,10 +75,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     record_with_experts(folder / "groups-with-experts", 2, config)
     record(folder / "groups-of-envs", 2, config, mixed_groups)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "tests.learner.trainers.rl.two_ranks", str(folder), str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_end(forks, "tests.learner.trainers.rl.two_ranks", folder, free_port(), output=folder / "output")
     return TwoRanks(config, folder)
 
 

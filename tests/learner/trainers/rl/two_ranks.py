@@ -1,6 +1,6 @@
 """Two learner ranks that train on recorded groups, save a checkpoint, and export the model.
 
-python -m tests.learner.trainers.rl.two_ranks FOLDER PORT
+Arguments: FOLDER PORT
 """
 
 import json
@@ -311,12 +311,9 @@ def run_rank(rank: int, folder: Path) -> None:
     leave_world()
 
 
-def main(folder: Path, port: str) -> None:
+def main() -> None:
     """Forks the ranks: so torch and transformers are imported only once."""
+    _, folder, port = sys.argv
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start_processes(run_rank, args=(folder,), nprocs=2, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    start_processes(run_rank, args=(Path(folder),), nprocs=2, start_method="fork")
