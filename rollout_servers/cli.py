@@ -170,8 +170,7 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
 
-        model = initial_model(config)
-        tokenizer = Tokenizer(model)
+        tokenizer = Tokenizer(initial_model(config))
         if gives_rewards(env):
             ChatFormat.of(tokenizer, config.rollout.episode).check(tools=offers_tools(env))
         if config.rollout.skip_long_prompts:
