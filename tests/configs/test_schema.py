@@ -73,6 +73,8 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
          "buffer.filters.0.strategy: best_of_n learner.advantage=grpo"),
         (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
          "buffer.filters.1.score: 'exact_mach' 'exact_match' digit_match,"),
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p=0.9 rollout.sampling.top_k"),
+        (["rollout.sampling.top_k=64"], "rollout.sampling.top_k rollout.engine.name=vllm"),
         (["rollout.sampling.temperature=2.5"], "rollout.sampling.temperature=2.5 rollout.engine.name"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 rollout.engine.max_model_len=8"),
