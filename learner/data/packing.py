@@ -299,8 +299,9 @@ def _kept(sequences: Sequence[TokenSequence], actions: NDArray[np.int64]) -> Ten
     counts = np.concatenate(
         [zeros if each.kept is None else each.kept[0] for each, zeros in zip(sequences, none, strict=True)]
     )
-    place = np.searchsorted(actions, np.repeat(np.arange(len(counts)), counts))
-    return torch.from_numpy(np.stack([place, np.concatenate([ids for _, ids in given])]).astype(np.int64))
+    position, ids = np.repeat(np.arange(len(counts)), counts), np.concatenate([ids for _, ids in given])
+    own = np.isin(position, actions)  # a sequence's first token is no action
+    return torch.from_numpy(np.stack([np.searchsorted(actions, position[own]), ids[own]]).astype(np.int64))
 
 
 def _kept_between(kept_2K: Tensor, first: int, last: int) -> Tensor:
