@@ -120,8 +120,8 @@ def test_targets_and_tokens_to_choose_from_keep_their_places(
             torch.cat([share.is_target_A for share in shares if share.is_target_A is not None]), batch.is_target_A
         )
     assert torch.equal(scored_BT, rows.mask_BT + 2 * rows.ce_mask_BT)
-    kept = sum(int(batch.kept_2K.shape[1]) for batch in batches if batch.kept_2K is not None)
-    assert kept == sum(int(each.kept[0][1:].sum()) for each in whole if each.kept is not None)
+    left = sum(int(batch.kept_2K.shape[1]) for batch in batches if batch.kept_2K is not None)
+    assert left == sum(int(each.kept[0][1:].sum()) for each in whole if each.kept is not None)
 
 
 def test_sequences_share_micro_batch_where_they_fit() -> None:
