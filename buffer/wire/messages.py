@@ -155,6 +155,15 @@ class RoutedExperts(Record, frozen=True):
         return len(self.ids) // self.layout.token_bytes
 
 
+class KeptTokens(Record, frozen=True):
+    """The tokens that top-k and top-p left to choose from, in the order of a trajectory's tokens."""
+
+    counts: bytes
+    """Their number for each token of the trajectory, shape [T]; 0 where nothing was left out, and in the context."""
+    ids: bytes
+    """Their ids, those for one token after those for another."""
+
+
 class Trajectory(Record, frozen=True):
     """One token sequence of an episode; arrays have one element per token, context and actions, in order.
 
@@ -190,6 +199,8 @@ class Trajectory(Record, frozen=True):
     teacher_top_ids: bytes = b""
     """The teacher's likeliest tokens at each of them, in falling order, equally many of each."""
     teacher_top_logprobs: bytes = b""
+    kept_tokens: KeptTokens | None = None
+    """Only with top-k."""
 
 
 class Group(Message, frozen=True):

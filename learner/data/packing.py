@@ -33,6 +33,8 @@ class TokenSequence:
         routed_experts: experts of the tokens but the last, shape [T - 1, M, K], -1 where the router chooses; None: it
             chooses everywhere.
         targets: true where a token of the context is a target of the cross-entropy, shape [T]; None: nowhere.
+        kept: number of tokens that an action was drawn from, shape [T], 0 for all, and the ids of these, one action's
+            after another's; None: all everywhere.
     """
 
     token_ids: NDArray[Any]
@@ -40,6 +42,7 @@ class TokenSequence:
     images: SequenceImages | None = None
     routed_experts: NDArray[np.int16] | None = None
     targets: NDArray[Any] | None = None
+    kept: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,8 +95,10 @@ class MicroBatch(Movable):
     score_A: Tensor | None = None
     """Index of each action among the scored ones; None: they are the same."""
     is_target_A: Tensor | None = None
-    """True where a scored token is not an action but a target of the cross-entropy; None: all are actions. Sequences
-    with targets share no prefixes."""
+    """True where a scored token is not an action but a target of the cross-entropy; None: all are actions."""
+    kept_2K: Tensor | None = None
+    """Tokens that actions were drawn from: index of the action, in order, and id; an action without any was drawn from
+    all. None: all were. Sequences with these, or with targets, share no prefixes."""
     rope_positions_31N: Tensor | None = None
     """Positions in time, height and width, if a sequence has images."""
     pixels_PD: Tensor | None = None
@@ -177,20 +182,22 @@ class MicroBatch(Movable):
             segment_ends=F.pad(self.segment_ends, (0, 1), value=tokens + padding) if padding else self.segment_ends,
             action_positions_S=self.action_positions_S[first:last] - own.start,
             actions_S=self.actions_S[first:last],
-            **self._actions_of_scores(slice(first, last)),
+            **self._actions_of_scores(first, last),
             padding_tokens=min(length, max(0, own.stop - tokens + self.padding_tokens)),
             share=Share(context, first, self.actions_S.numel()),
             routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
         )
 
-    def _actions_of_scores(self, scores: slice) -> dict[str, Any]:
-        """Fields of the actions that were scored there, if each action has a score of its own; else none change."""
+    def _actions_of_scores(self, first: int, last: int) -> dict[str, Any]:
+        """Fields of the actions with these scores, if each action has a score of its own; else none change."""
         if self.score_A is not None:
             return {}
+        scores = slice(first, last)
         return {
             "sequence_A": self.sequence_A[scores],
             "action_index_A": self.action_index_A[scores],
             "is_target_A": None if self.is_target_A is None else self.is_target_A[scores],
+            "kept_2K": None if self.kept_2K is None else _kept_between(self.kept_2K, first, last),
         }
 
     def of_whole(self, values_S: Tensor) -> Tensor:
@@ -264,12 +271,13 @@ def share_prefixes(
 ) -> list[Item]:
     """The sequences as trees of shared prefixes, or single; see `pack`.
 
-    Sequences with images, with targets of the cross-entropy, or whose experts are given, share nothing.
+    Sequences with images, with targets of the cross-entropy, or whose experts or tokens to choose from are given,
+    share nothing.
     """
     if any(
         given is not None
         for sequence in sequences
-        for given in (sequence.images, sequence.targets, sequence.routed_experts)
+        for given in (sequence.images, sequence.targets, sequence.routed_experts, sequence.kept)
     ):
         sharing = None
     items: list[Item] = []
@@ -369,6 +377,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int], placem
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
         is_target_A=None if is_target is None else torch.from_numpy(is_target),
+        kept_2K=_kept(sequences, actions),
         sequence_tokens=sequence_tokens,
         tree=tree,
         score_A=None if score is None else torch.from_numpy(score),
@@ -387,6 +396,26 @@ def _scored_once(
     vocabulary = int(actions_A.max(initial=0)) + 1
     distinct_S, score_A = np.unique(positions_A * vocabulary + actions_A, return_inverse=True)
     return distinct_S // vocabulary, distinct_S % vocabulary, score_A.reshape(-1)
+
+
+def _kept(sequences: Sequence[TokenSequence], actions: NDArray[np.int64]) -> Tensor | None:
+    """`MicroBatch.kept_2K`, of actions at these places of the sequences end to end."""
+    given = [each.kept for each in sequences if each.kept is not None]
+    if not given:
+        return None
+    none = [np.zeros(len(each.token_ids), dtype=np.int32) for each in sequences]
+    counts = np.concatenate(
+        [zeros if each.kept is None else each.kept[0] for each, zeros in zip(sequences, none, strict=True)]
+    )
+    position, ids = np.repeat(np.arange(len(counts)), counts), np.concatenate([ids for _, ids in given])
+    own = np.isin(position, actions)  # a sequence's first token is no action
+    return torch.from_numpy(np.stack([np.searchsorted(actions, position[own]), ids[own]]).astype(np.int64))
+
+
+def _kept_between(kept_2K: Tensor, first: int, last: int) -> Tensor:
+    """Those of the actions from `first` to before `last`, which are then counted from 0."""
+    own_2K = kept_2K[:, (kept_2K[0] >= first) & (kept_2K[0] < last)]
+    return torch.stack([own_2K[0] - first, own_2K[1]])
 
 
 def _ends(lengths: ArrayLike) -> Tensor:

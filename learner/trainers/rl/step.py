@@ -175,9 +175,10 @@ class TrainStep:
     def sharing(self) -> PrefixSharing | None:
         """The rule by which the step's sequences may share prefixes; None if one of the models can't compute that.
 
-        They do not with teachers, whose scores are by sequence, or with targets of a cross-entropy.
+        They do not with teachers, whose scores are by sequence, with targets of a cross-entropy, or with top-k.
         """
-        if self.teachers is not None or any(each.streams.ce for each in self.algorithms.values()):
+        has_targets = any(each.streams.ce for each in self.algorithms.values())
+        if self.teachers is not None or has_targets or self.sampling.top_k is not None:
             return None
         others = [other.model for other in (self.critic, self.process_reward) if other is not None]
         return common_sharing([model for model in (self.model, self.reference, *others) if model is not None])
