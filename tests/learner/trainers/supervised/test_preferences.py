@@ -60,6 +60,9 @@ LOSSES: dict[str, tuple[Mapping[str, Any], float | None]] = {
 """Trainers, and their losses before the first update: the policy is the reference, and a new head gives 0."""
 
 
+RECIPES = ("dpo", "cdpo", "ipo_pairs", "simpo", "kto", "reward_model", "value_model")
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "pairs.jsonl", reversal_pairs(24))
