@@ -102,16 +102,17 @@ def _try_source(
             left_out[found.reason] += 1
             reason = reason or f"{ref.place} ({found.reason}): {found}"
         elif example is None:
-            sequence = found[0].sequences[0]
+            sequences = found[0].sequences
             example = {
                 "row": ref.place,
-                "tokens": len(sequence.token_ids),
-                "in_loss": int(sequence.action_mask[1:].sum()),
-                "text": _marked(tokenizer, sequence.token_ids.tolist(), sequence.action_mask.tolist()),
+                "tokens": sum(len(each.token_ids) for each in sequences),
+                "in_loss": sum(int(each.action_mask[1:].sum()) for each in sequences),
+                "text": "\n".join(
+                    _marked(tokenizer, each.token_ids.tolist(), each.action_mask.tolist()) for each in sequences
+                ),
             }
-    path = source.config.path
     return {
-        "path": path if isinstance(path, str) else ", ".join(path),
+        "path": source.config.name,
         "rows": len(source),
         "tried": len(refs),
         "left_out": dict(left_out),

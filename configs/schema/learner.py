@@ -212,7 +212,8 @@ class CriticConfig(Section):
     """Value model for `learner.advantage: gae`, sharded like the policy."""
 
     path: UserPath | None = None
-    """Folder of the initial model, with the policy's tokenizer; its value head starts at zero. Unset: the policy's."""
+    """Folder of the initial model, with the policy's tokenizer: with the trained head of a value or reward model, or
+    else a head that starts at zero. Unset: the policy's."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ of the returns that it predicts; 1 is Monte Carlo, unbiased (VAPO, arXiv 2504.05118)."""
     clip_range: float | None = Field(default=0.2, gt=0)

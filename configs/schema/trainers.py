@@ -50,6 +50,11 @@ class DataConfig(Section):
             return ()
         return [self.path] if isinstance(self.path, str) else self.path
 
+    @property
+    def name(self) -> str:
+        """All of them, or the run's folder."""
+        return ", ".join(self.paths) if self.run is None else str(self.run)
+
 
 class ValidationConfig(Section):
     """Rows on which the loss is measured but not trained."""

@@ -227,10 +227,14 @@ class DemonstrationEncoder:
         What a template puts behind the stop token, such as a line break, is not generated.
         """
         stops = self.tokenizer.eos_token_ids
-        return next(
-            (place + 1 for place in range(len(token_ids) - 1, start - 1, -1) if token_ids[place] in stops),
-            len(token_ids),
-        )
+        backwards = range(len(token_ids), start, -1)
+        found = next((end for end in backwards if token_ids[end - 1] in stops), None)
+        if found is None and self.unended.due():
+            log.warning(
+                "the chat template ends answers without a stop token: the model will not learn to end them",
+                stops=sorted(self.tokenizer.decode_whole([stop]) for stop in stops),
+            )
+        return len(token_ids) if found is None else found
 
     def _difference(self, before: Sequence[int], whole: Sequence[int]) -> str:
         place = next((place for place, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other), 0)

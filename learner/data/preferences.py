@@ -237,7 +237,10 @@ class PolicyEncoder:
     def __call__(self, answer: Answer) -> TokenSequence:
         """The sequence of an answer; recorded tokens are taken as they are. Raises: UnusableRow."""
         if isinstance(answer, Trajectory):
-            return sequence_of(answer)
+            sequence = sequence_of(answer)
+            if not sequence.action_mask[1:].any():
+                raise UnusableRow("no_target", "an answer is empty")
+            return sequence
         if isinstance(answer, Completion) and not answer.prompt:
             raise UnusableRow("malformed", "has no prompt, and the texts do not say where the answers begin")
         sequences = DemonstrationEncoder(self.tokenizer, assistant_only=True).encode(answer)

@@ -169,7 +169,7 @@ def open_rows(
         Source(each, default_split="test", what="learner.trainer.validation.data", pairs=pairs) for each in validation
     ]
     problems = [
-        f"{key}: {source.config.path} has no rows"
+        f"{key}: {source.config.name} has no rows"
         for key, sources in (("learner.trainer.data", trained), ("learner.trainer.validation.data", others))
         for source in sources
         if not len(source)

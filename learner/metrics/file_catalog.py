@@ -4,6 +4,24 @@ from typing import Final
 
 from slipstream.learner.metrics.catalog import Kind, Metric
 
+PREFERENCES: Final = (
+    Metric(
+        ("accuracy",),
+        "0 to 1",
+        "pairs whose chosen answer has the higher reward, of the reward model or the implicit one of `dpo`; of `kto` "
+        "answers on the right side of the baseline",
+    ),
+    Metric(
+        ("chosen_reward", "rejected_reward"),
+        "",
+        "means over pairs; of `dpo` β · log ratio, of `ipo` per token, of `simpo` β · log-prob per token",
+    ),
+    Metric(("chosen_logprob",), "nats", "mean log π_θ of the chosen answers; DPO may lower it together with the other"),
+    Metric(("kl",), "nats", "baseline of `kto`: mean log ratio of answers to other prompts, at least 0"),
+    Metric(("return_mean",), "", "mean return of the tokens that `value_model` is trained on"),
+    Metric(("value_explained",), "", "share of the returns' variance that the values explain; at most 1"),
+)
+"""Of trainings on preferences and returns, in steps and measurements."""
 FILE_STEP: Final = (
     Metric(("epoch",), "", "passes over the training rows so far; with weights, over as many rows"),
     Metric(("rows",), "rows", "of the step, without those left out"),
@@ -11,15 +29,22 @@ FILE_STEP: Final = (
         ("rows_dropped/<reason>",),
         "rows",
         "of the step, left out: `malformed`, `too_long` (`max_tokens`), `no_target` (no token in the loss), `template` "
-        "(the chat template fails, or an answer's tokens can't be told), `images`",
+        "(the chat template fails, or an answer's tokens can't be told), `images`, `no_preference`",
     ),
-    Metric(("terms",), "", "what the loss is a mean of: of `sft` the tokens in the loss"),
+    Metric(
+        ("terms",),
+        "",
+        "what the loss is a mean of: of `sft` and `value_model` the tokens in the loss, of `reward_model` and `dpo` "
+        "pairs (of the loss `kto` answers)",
+    ),
+    *PREFERENCES,
     Metric(("validation_s",), "s", "measurement on the validation rows, in steps that have one"),
 )
 FILE_EVAL: Final = (
     Metric(("loss",), "", "mean over the terms of all validation rows"),
     Metric(("rows",), "rows", "validation rows, without those left out"),
     Metric(("terms",), "", "what the loss is a mean of"),
+    *PREFERENCES,
 )
 FILE_SUMMARY: Final = (
     Metric(("trainer",), "", "kind of the training"),

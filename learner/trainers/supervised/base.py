@@ -141,6 +141,10 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """Number of the terms over all of which, on all ranks, the loss is a mean: here the tokens in the loss."""
         return packed.batch.actions
 
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Metrics made of the means, over all terms, of what `loss` has summed."""
+        return means
+
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Called after a measurement on the validation rows, on all ranks."""
 
@@ -180,7 +184,7 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
             log.warning("no row of the step can be used: the model is not updated", step=self.state.step + 1)
             self.policy.optimizer.zero_grad(set_to_none=True)
             return counts | epoch
-        means = {name: value / total for name, value in totals.items()}
+        means = self.metrics({name: value / total for name, value in totals.items()})
         return {**means, "terms": total, **counts, **epoch, **self.policy.update(self.state.step)}
 
     def after_update(self, metrics: Mapping[str, float]) -> Mapping[str, float | int]:
@@ -260,7 +264,7 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         if not terms:
             log.warning("no validation row can be used", step=self.state.step)
             return
-        means = {name: value / terms for name, value in totals.items()}
+        means = self.metrics({name: value / terms for name, value in totals.items()})
         metrics = {**means, "terms": terms, "rows": float(rows), "eval_s": time.perf_counter() - started}
         if self.file_reporter is not None:
             self.file_reporter.validated(self.state.step, metrics)

@@ -28,7 +28,7 @@ from slipstream.learner.data.preferences import (
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.models.scalar_head import load_scalar_model, save_as_classifier, scalar_values
 from slipstream.learner.trainers.setup import RankSetup, SingleModel
-from slipstream.learner.trainers.supervised.base import LossSums, RowBatch, SupervisedTrainer
+from slipstream.learner.trainers.supervised.base import LossSums, SupervisedTrainer
 from slipstream.models.row_sources import Row
 from slipstream.models.tokenizer import Tokenizer
 
@@ -107,18 +107,11 @@ class ValueModelTrainer(SupervisedTrainer[RatedExample]):
         metrics = {"return_mean": returns_A.sum(), "return_square": returns_A.square().sum()}
         return LossSums(0.5 * (values_A - returns_A).square().sum(), metrics)
 
-    def update(self, batch: RowBatch[RatedExample]) -> dict[str, float]:
-        """As of the base; of the returns' variance also the share that the values explain."""
-        return _explained(super().update(batch))
-
-
-def _explained(metrics: Mapping[str, float]) -> dict[str, float]:
-    explained = dict(metrics)
-    square = explained.pop("return_square", None)
-    if square is not None:
-        variance = square - explained["return_mean"] ** 2
-        explained["value_explained"] = 1 - 2 * explained["loss"] / variance if variance > 0 else 0.0
-    return explained
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Instead of the mean square of the returns, the share of their variance that the values explain."""
+        square, mean = means.pop("return_square"), means["return_mean"]
+        variance = square - mean**2
+        return means | {"value_explained": 1 - 2 * means["loss"] / variance if variance > 0 else 0.0}
 
 
 def pair_metrics(terms: PreferenceTerms) -> Mapping[str, Tensor]:

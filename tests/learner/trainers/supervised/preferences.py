@@ -70,9 +70,9 @@ def open_trainer(config: RunConfig, world: World, cleanup: ExitStack) -> Any:
     return find_trainer(config.learner.trainer).from_setup(setup)
 
 
-def run_trainer(file: Path, world: World, *, stop_after: int | None = None) -> RunConfig:
+def run_trainer(file: Path, world: World, *overrides: str, stop_after: int | None = None) -> RunConfig:
     """Runs a training to its end, or until it gets a stop signal after some steps."""
-    config = load_config(file)
+    config = load_config(file, overrides)
     config.paths.checkpoints.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleanup:
         trainer = open_trainer(config, world, cleanup)

@@ -28,6 +28,8 @@ from slipstream.configs.schema.trainers import DataConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.data.packing import TokenSequence, all_actions, pack
 from slipstream.learner.data.preferences import RewardEncoder, read_pair
+from slipstream.learner.metrics.catalog import CATALOG
+from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.models.scalar_head import ScalarModel, load_scalar_model, scalar_values
 from slipstream.learner.parallel.mesh import World
@@ -58,6 +60,9 @@ LOSSES: dict[str, tuple[Mapping[str, Any], float | None]] = {
     "margin": ({"name": "reward_model"}, math.log(1 + math.exp(0.5))),
 }
 """Trainers, and their losses before the first update: the policy is the reference, and a new head gives 0."""
+
+
+RECIPES = ("dpo", "cdpo", "ipo_pairs", "simpo", "kto", "reward_model", "value_model")
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +199,20 @@ def test_policy_learns_from_the_groups_of_a_run(run: Path, digits_model: Path, w
     assert validated[-1] < validated[0]
 
 
-def test_adapters_start_from_their_base_as_reference(
-    rows: Path, digits_model: Path, world: World, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_trains(recipe: str, run: Path, world: World, tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path}", f"learner.trainer.data=[{{run: {run}}}]", "learner.trainer.rows_per_step=5"]
+    overrides += ["learner.trainer.validation.rows=5", "learner.steps=2"]
+    config = run_trainer(ROOT / "configs" / "recipes" / f"{recipe}.yaml", world, *overrides)
+    records = [json.loads(line) for line in config.paths.metrics.read_text(encoding="utf-8").splitlines()]
+    for record in (record for record in records if record["kind"] in ("step", "eval")):
+        assert all(math.isfinite(value) for value in record.values() if isinstance(value, float)), record
+        known = (*CATALOG[record["kind"]], *FILE_CATALOG[record["kind"]])
+        assert [key for key in record if key != "kind" and not any(each.matches(key) for each in known)] == []
+    assert steps_of(config.paths)[2]["grad_norm"] > 0
+
+
+def test_adapters_have_their_base_as_reference(rows: Path, digits_model: Path, world: World, tmp_path: Path) -> None:
     file = write_run(tmp_path, "lora", digits_model, {"name": "dpo", "data": str(rows)})
     config = json.loads(file.read_text(encoding="utf-8"))
     config["model"]["lora"] = {"rank": 4, "export": "adapter"}
