@@ -20,6 +20,7 @@ RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") 
 IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
 STEPS = 3
+PROCESS_REWARD = ("learner.process_reward.optimizer.warmup_steps=0",)
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 AT_ONCE = 2
 """While one run's engine starts, which keeps a core busy, another's processes wait for each other."""
@@ -49,6 +50,7 @@ def overrides_of(recipe: Path) -> list[str]:
         f"learner.steps={STEPS}",
         "learner.optimizer.warmup_steps=0",
         *(CRITIC if "critic" in learner else []),
+        *(PROCESS_REWARD if "process_reward" in learner else []),
     ]
 
 
