@@ -205,7 +205,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     print(f"{study.title}: reward at the end / area\n\n{markdown(titles, cells, seeds=options.seeds)}")
     for objective, row in cells.items():
         for lag, seeds in row.items():
-            name = f"{objective}, k = {lag}"
+            name = f"{objective}: k = {lag}"
             end, area = fmean(each.end for each in seeds), fmean(each.area for each in seeds)
             figures.show(Figure(f"{name}, end", end), Figure(f"{name}, area", area))
     if options.plot is not None:

@@ -1,10 +1,12 @@
 """A tiny study of staleness, its processes, the delay of groups, and groups from the learner's own model."""
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from benchmarks.__main__ import command
 from benchmarks.demo import DEMO
+from benchmarks.staleness import RECIPES, STUDIES, plan
 from benchmarks.staleness_train import DelayQueue, Sampler
 from benchmarks.workers import Stopped
 from slipstream.buffer.policies.sampling import task_order
@@ -38,23 +41,60 @@ STEPS = 60
 
 
 def test_correction_learns_from_stale_data_clipping_does_not(measured: Measure, tmp_path: Path) -> None:
-    plot = tmp_path / "staleness.png"
+    plot, kept = tmp_path / "staleness.png", tmp_path / "runs.jsonl"
     options = f"--lags 16 --seeds 1 --steps {STEPS} --jobs 1 --objectives decoupled behaviour-clipped"
-    record = measured("staleness", options, "--plot", str(plot))
+    record = measured("staleness", options, "--plot", str(plot), "--keep", str(kept))
     value = record["value"]
-    assert value["decoupled, k = 16, area"] > value["behaviour-clipped, k = 16, area"]
-    assert value["decoupled, k = 16, end"] > value["behaviour-clipped, k = 16, end"] + 0.06
-    for run in record["details"]["runs"]:
-        assert len(run["rewards"]) == STEPS + 1
-        assert run["lags"] == [16] * STEPS
-        assert run["figures"]["ess"][0] == pytest.approx(1, abs=1e-3)  # the weights that generated the groups
-        assert run["figures"]["kl_k3"][STEPS // 2] > 0.005  # 16 steps later they differ
+    assert value["decoupled: k = 16, area"] > value["behaviour-clipped: k = 16, area"]
+    assert value["decoupled: k = 16, end"] > value["behaviour-clipped: k = 16, end"] + 0.06
+    runs = [json.loads(line) for line in kept.read_text().splitlines()]
+    for _, _, curves in runs:
+        assert len(curves["rewards"]) == STEPS + 1
+        assert curves["lags"] == [16] * STEPS
+        assert curves["figures"]["ess"][0] == pytest.approx(1, abs=1e-3)  # the weights that generated the groups
+        assert curves["figures"]["kl_k3"][STEPS // 2] > 0.005  # 16 steps later they differ
+    for summary, (_, _, curves) in zip(record["details"]["runs"], runs, strict=True):
+        assert summary["rewards"][0] == pytest.approx(fmean(curves["rewards"][:10]), abs=1e-3)
+    # One run is lost, another was cut off while it was written: these are trained once more.
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text(lines[0] + lines[1][:40])
+    assert measured("staleness", options, "--keep", str(kept), "--jobs", "0")["value"].keys() == {
+        f"{runs[0][1]['objective']}: k = 16, {figure}" for figure in ("end", "area")
+    }
+    assert kept.read_text() == lines[0]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_unknown_objective_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--objectives ppo: .*behaviour-clipped, decoupled"):
-        command(["staleness", "--objectives", "ppo"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--objectives ppo", r"--objectives ppo: .*behaviour-clipped, decoupled.* recipes"),
+        ("--objectives gsm8k blackjack", r"--objectives gsm8k: .*\n.*--objectives blackjack: "),
+        ("--objectives dapo remax pf_ppo", r"dapo: .*\n.*remax: .*\n.*pf_ppo: "),
+        ("--study recipes --plot all.png", "--plot: .*--objectives"),
+        ("--jobs 0 --lags 0 --objectives decoupled", "--keep"),
+    ],
+)
+def test_study_that_cannot_be_run_is_refused(
+    options: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=named):
+        command(["staleness", *options.split(), "--json", "out.json"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipe_keeps_its_algorithm_and_has_the_task_of_the_study(tmp_path: Path) -> None:
+    study = STUDIES["recipes"]
+    runs = plan(study, study.objectives, lags=[4], seeds=2, steps=50, folder=tmp_path)
+    assert [run.seed for run in runs] == [0] * len(study.objectives) + [1] * len(study.objectives)
+    for run, config in runs.items():
+        assert (config.learner.steps, config.buffer.max_staleness, config.run.seed) == (50, 4, run.seed)
+        assert (config.rollout.sampling.max_tokens, config.learner.loss.entropy_bonus) == (2, 0)
+        if study.objectives[run.objective].file != DEMO:
+            own = load_config(RECIPES / f"{run.objective}.yaml").learner
+            assert config.learner.advantage == own.advantage
+            assert (config.learner.loss.name, config.learner.updates_per_step) == (own.loss.name, own.updates_per_step)
 
 
 def test_signal_ends_all_processes(tmp_path: Path) -> None:

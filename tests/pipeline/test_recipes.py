@@ -32,6 +32,7 @@ RECIPES = sorted(
 IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
 STEPS = 3
+PROCESS_REWARD = ("learner.process_reward.optimizer.warmup_steps=0",)
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 SMALL = ("learner.groups_per_step=4", "rollout.groups_in_flight=8")
 AT_ONCE = 2
@@ -56,6 +57,7 @@ def overrides_of(recipe: Path) -> list[str]:
         f"learner.steps={STEPS}",
         "learner.optimizer.warmup_steps=0",
         *(CRITIC if "critic" in learner else []),
+        *(PROCESS_REWARD if "process_reward" in learner else []),
     ]
 
 
