@@ -48,7 +48,7 @@ class LearnerSetting:
     lora_rank: int | None = None
     """Only adapters are trained; None: the whole model."""
     reference: bool = False
-    """A reference model is held, unless it is the base of an adapter."""
+    """A reference model, or a teacher of the policy's size, is held, unless it is the base of an adapter."""
     critic: bool = False
     on_gpu: bool = True
     """With the memory of CUDA, and the head's larger tiles."""
@@ -67,7 +67,7 @@ class LearnerSetting:
             optimizer=learner.optimizer.name,
             offload=learner.offload,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
-            reference=learner.kl is not None,
+            reference=learner.kl is not None or (learner.distill is not None and learner.distill.holds_models),
             critic=learner.critic is not None,
         )
 

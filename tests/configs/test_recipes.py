@@ -11,7 +11,8 @@ from tests.configs.conftest import DEMO
 
 RECIPES = sorted((DEMO.parent / "recipes").glob("*.yaml"))
 
-ALGORITHMS = [path for path in RECIPES if "env" not in yaml.safe_load(path.read_text(encoding="utf-8"))]
+TREES = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in RECIPES}
+ALGORITHMS = [path for path, tree in TREES.items() if "env" not in tree and "distill" not in tree["learner"]]
 each_algorithm = pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
