@@ -30,12 +30,12 @@ from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.models.folder import initial_model
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.base import Failure, Score
 from slipstream.rewards.compose import weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.base import Prompt, answered
-from slipstream.rollout_servers.tokenizer import Tokenizer
 
 KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_norm", "lr")
 

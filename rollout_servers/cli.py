@@ -161,6 +161,7 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
     with closing(scorer):
         scorer.require_time(generation_s=config.rollout.group_deadline_s, ticket_s=config.buffer.ticket_deadline_s)
         with heavy_imports():
+            from slipstream.models.tokenizer import Tokenizer
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine
             from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -168,7 +169,6 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
             from slipstream.rollout_servers.rollouts.conversation import ChatFormat
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
-            from slipstream.rollout_servers.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(initial_model(config))
         if has_sessions(env):

@@ -13,8 +13,9 @@ from slipstream.env.base import Env, Observation, Session, SessionEnv, Split, Ta
 from slipstream.env.images import has_images, separate_images
 from slipstream.env.tools.session import ToolEnv
 from slipstream.models.images import ImageError
+from slipstream.models.tokenizer import PromptError, Tokenizer
+from slipstream.rollout_servers.placeholders import ImagePlaceholders
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 
 log = get_log("rollout.prompt_filter")
 

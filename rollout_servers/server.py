@@ -27,6 +27,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env
 from slipstream.models.folder import model_fingerprint
 from slipstream.models.gpus import visible_gpus
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
 from slipstream.rollout_servers.engines.base import Pressure
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -44,7 +45,6 @@ from slipstream.rollout_servers.tickets import (
     Outbox,
     TicketBook,
 )
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
 

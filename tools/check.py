@@ -34,6 +34,7 @@ from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.plugins import env_problems
+from slipstream.tools.check_rows import RowsReport, check_rows
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -64,6 +65,7 @@ class Report:
         problems: reasons why a run can't start, or would lose every group.
         warnings: what costs a run some groups, or may be a mistake.
         not_checked: parts of a start that are only tried by starting.
+        rows: findings about the rows of files, of trainings on these, which have neither env nor rewards.
     """
 
     env: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=lambda: [*NOT_CHECKED])
+    rows: RowsReport | None = None
 
 
 def command(argv: Sequence[str]) -> int:
@@ -100,6 +103,8 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
 
     Raises: ConfigError for what can't be built at all.
     """
+    if not config.uses_buffer:
+        return _check_learner(config)
     env = _build(config)
     report = Report(env={"name": config.env.name, "fingerprint": env.fingerprint()[:16]})
     report.env |= {split: env.size(split) for split in SPLITS}
@@ -113,6 +118,25 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
         if weights:
             report.problems += _model_problems(config, model)
         asyncio.run(_check_tasks(config, env, model, report))
+    return report
+
+
+def _check_learner(config: RunConfig) -> Report:
+    """Tries model and rows of a training that is a learner alone. Raises: ConfigError as `check`."""
+    if problems := missing_models(config.model):
+        raise ConfigError(problems)
+    report = Report(not_checked=[NOT_CHECKED[-1]])
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(config, Path(folder))
+        from slipstream.learner.models.load import ModelOptions, check_model
+
+        try:
+            check_model(model, ModelOptions.of(config.model, config.learner))
+        except ConfigError as error:
+            report.problems += error.problems
+        report.rows = check_rows(config, model)
+    report.problems += report.rows.problems
+    report.warnings += report.rows.warnings
     return report
 
 
@@ -209,8 +233,8 @@ def key_problems(security: SecurityConfig) -> Sequence[str]:
 
 async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report) -> None:
     # Imported here, as above.
+    from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-    from slipstream.rollout_servers.tokenizer import Tokenizer
 
     try:
         format = ChatFormat.of(Tokenizer(model), config.rollout.episode)
@@ -248,7 +272,8 @@ class _TaskCheck:
 
     async def problems(self, split: Split, index: int) -> list[str]:
         """Makes the prompt of a task and scores answers to it; returns the problems."""
-        from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError
+        from slipstream.models.tokenizer import PromptError
+        from slipstream.rollout_servers.placeholders import ImagePlaceholders
 
         where, tokenizer = f"task {index} of {split}", self.format.tokenizer
         try:
@@ -377,6 +402,20 @@ def _episode(task: Task, opening: Observation, answer: str) -> Episode:
 
 
 def _print(report: Report) -> None:
+    if report.rows is None:
+        _print_tasks(report)
+    else:
+        print("\n".join(report.rows.lines()))
+    print(f"\nnot checked: {'; '.join(report.not_checked)}")
+    for warning in report.warnings:
+        print(f"\nwarning: {warning}")
+    for problem in report.problems:
+        print(f"\nproblem: {problem}")
+    if not report.problems:
+        print("\nno problems")
+
+
+def _print_tasks(report: Report) -> None:
     sizes = ", ".join(f"{report.env[split]:,} {split} tasks" for split in SPLITS)
     print(f"env {report.env['name']}: {sizes}, fingerprint {report.env['fingerprint']}")
     for split, prompt in report.prompts.items():
@@ -391,10 +430,3 @@ def _print(report: Report) -> None:
         print("\nrewards")
     for name, scores in report.rewards.items():
         print(f"  {name:<24}" + ", ".join(f"{kind} {value:g}" for kind, value in scores.items()))
-    print(f"\nnot checked: {'; '.join(report.not_checked)}")
-    for warning in report.warnings:
-        print(f"\nwarning: {warning}")
-    for problem in report.problems:
-        print(f"\nproblem: {problem}")
-    if not report.problems:
-        print("\nno problems")

@@ -7,6 +7,7 @@ from typing import TextIO
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.base import (
     BaseEngine,
     Completion,
@@ -17,7 +18,6 @@ from slipstream.rollout_servers.engines.base import (
     UpdateFailed,
 )
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.tokenizer import Tokenizer
 
 
 class KeyboardEngine(BaseEngine):

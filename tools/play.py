@@ -32,8 +32,8 @@ from slipstream.tools.plugins import listed, options_of
 from slipstream.tools.transcript import Stretch, stretches
 
 if TYPE_CHECKING:
+    from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.engines.base import Engine
-    from slipstream.rollout_servers.tokenizer import Tokenizer
 
 GAMES: Final = ("gymnasium", "openenv", "skyrl_gym", "textarena")
 """Envs whose tasks have no reference."""
@@ -187,9 +187,9 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
     # Imported here: transformers takes seconds.
     from transformers.utils.logging import disable_progress_bar
 
+    from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.engines.registry import start_engine
     from slipstream.rollout_servers.rollouts.player import Player
-    from slipstream.rollout_servers.tokenizer import Tokenizer
 
     split: Split = "eval" if arguments.eval else "train"
     env = build_env(config.env)

@@ -294,8 +294,9 @@ class LearnerConfig(Section):
     """The learner: trainer, batch, objective, optimizer, checkpoints."""
 
     trainer: TrainerConfig = RlConfig()
-    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `streams`, `kl`, `critic` and
-    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
+    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
+    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval; others are a learner alone.
+    `streams` and `distill` are of `rl` and `distill`."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -346,6 +347,11 @@ class LearnerConfig(Section):
     """Time that the learner waits for enough ready groups; then it exits. Unsaved steps are
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
     last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
+
+    @property
+    def uses_buffer(self) -> bool:
+        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
+        return self.trainer.name == "rl"
 
     def with_algorithm(self, algorithm: "AlgorithmConfig") -> Self:
         """These settings with the parts that an env's algorithm sets."""

@@ -226,7 +226,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         """Reports all combinations that can't work at once, those within one section too."""
-        of_rl = self.rl_problems() if self.learner.trainer.name == "rl" else []
+        of_rl = self.rl_problems() if self.uses_buffer else []
         problems = [*self.learner.problems(), *self._model_problems(), *of_rl]
         if problems:
             raise ValueError("\n".join(problems))
@@ -421,6 +421,11 @@ class RunConfig(Section):
     def paths(self) -> RunPaths:
         """Paths inside the run's folder."""
         return RunPaths(self.run.dir / self.run.name)
+
+    @property
+    def uses_buffer(self) -> bool:
+        """True if the run has a buffer, Redis, rollout servers, an env and rewards; otherwise it is a learner alone."""
+        return self.learner.uses_buffer
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:

@@ -14,8 +14,8 @@ import msgspec
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split, Task
-from slipstream.env.builtin.row_sources import Row, RowSource, open_sources
 from slipstream.env.images import MARK, count_places, has_marks
+from slipstream.models.row_sources import Row, RowSource, open_sources, plain, value_at
 
 log = get_log("env.rows")
 
@@ -134,8 +134,8 @@ class _Keys:
             if isinstance(row, ValueError):
                 malformed.append(f"env rows: {source.place(index)}: {row}")
                 continue
-            prompt = self.prompt or next((key for key in PROMPT_KEYS if _at(row, key) is not None), None)
-            answer = self.answer or next((key for key in ANSWER_KEYS if _at(row, key) is not None), None)
+            prompt = self.prompt or next((key for key in PROMPT_KEYS if value_at(row, key) is not None), None)
+            answer = self.answer or next((key for key in ANSWER_KEYS if value_at(row, key) is not None), None)
             if prompt is not None and (answer is not None or prompt == "messages"):
                 return _Keys(prompt, answer, self.images)
             what, known = ("prompt", PROMPT_KEYS) if prompt is None else ("answer", ANSWER_KEYS)
@@ -159,8 +159,8 @@ class _Shape:
         """The task of a row. Raises: ValueError for a malformed one."""
         assert keys.prompt is not None, "every well-formed row of a source has been tried"
         image_key = keys.images or next((key for key in IMAGE_KEYS if _is_images(row.get(key))), None)
-        images = () if image_key is None else _images(_at(row, image_key))
-        prompt, last = _prompt(_plain(_required(row, keys.prompt), images=True)), None
+        images = () if image_key is None else _images(value_at(row, image_key))
+        prompt, last = _prompt(plain(_required(row, keys.prompt), images=True)), None
         if count_places(prompt) > len(images):
             raise ValueError(f"its prompt has more places for images than the {len(images)} images of the row")
         if image_key is None and has_marks(prompt) and (unused := next(filter(row.get, IMAGE_KEYS), None)):
@@ -168,8 +168,8 @@ class _Shape:
                 f"its prompt has {MARK}, but {unused}={_short(row[unused])} is not read: where texts are the paths of "
                 f"images, set env.options.image_key={unused}"
             )
-        answer = None if keys.answer is None else _answer(_plain(_required(row, keys.answer)))
-        row = _plain({key: value for key, value in row.items() if key not in (keys.prompt, image_key)})
+        answer = None if keys.answer is None else _answer(plain(_required(row, keys.answer)))
+        row = plain({key: value for key, value in row.items() if key not in (keys.prompt, image_key)})
         if keys.prompt == "messages" and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, last = prompt
         if answer is not None:
@@ -295,19 +295,9 @@ def _listed(paths: Paths) -> list[str]:
     return [str(paths)] if isinstance(paths, str | Path) else list(map(str, paths))
 
 
-def _at(row: Row, key: str) -> Any:
-    """The value under a key, which may lead into nested rows; None if there is none."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def _required(row: Row, key: str) -> Any:
     """Raises: ValueError if there is no value."""
-    value = _at(row, key)
+    value = value_at(row, key)
     if value is None:
         raise ValueError(f"has no {key!r}; its keys are {sorted(row)}")
     return value
@@ -357,22 +347,3 @@ def _images(value: Any) -> tuple[Any, ...]:
         if not isinstance(image, str) and not _is_images(image):
             raise ValueError(f"an image must be bytes or a path, not {_short(image)}")
     return images
-
-
-def _plain(value: Any, *, images: bool = False) -> Any:
-    """The value without Nones in mappings, as JSON can hold it: dates become texts.
-
-    Raises: ValueError for bytes, unless `images` are allowed.
-    """
-    match value:
-        case str() | bool() | int() | float() | None:
-            return value
-        case dict():
-            return {key: _plain(each, images=images) for key, each in value.items() if each is not None}
-        case list() | tuple():
-            return [_plain(each, images=images) for each in value]
-        case bytes() if images:
-            return value
-        case bytes():
-            raise ValueError("it holds bytes: leave their column out, or name it as env.options.image_key")
-    return msgspec.to_builtins(value)

@@ -129,7 +129,7 @@ STEP: Final = (
     _metric(
         "loss",
         "",
-        "loss under `learner.loss.aggregation`, mean over the step's updates; with further streams the weighted sum of all",
+        "loss under `learner.loss.aggregation`, mean over the step's updates; with further streams the weighted sum of all; of rows of files, mean over the terms",
         verl="actor/pg_loss",
         trl="loss",
         prime_rl="loss/mean",

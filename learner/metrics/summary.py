@@ -22,8 +22,8 @@ TARGET_SCORE = 0.9
 Metrics = Mapping[str, Any]
 
 
-def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
-    """These fields of the records of a metrics file; a damaged line is left out. Raises: OSError."""
+def read_records(path: Path, keys: Set[str] | None = KEYS) -> list[dict[str, Any]]:
+    """These fields of the records of a metrics file, or all; a damaged line is left out. Raises: OSError."""
     records = []
     with path.open("rb") as lines:
         for line in lines:
@@ -32,7 +32,7 @@ def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
             except ValueError:
                 continue
             if isinstance(record, dict):
-                records.append({key: record[key] for key in keys & record.keys()})
+                records.append(record if keys is None else {key: record[key] for key in keys & record.keys()})
     return records
 
 
@@ -72,8 +72,8 @@ def summarise(
     return {
         "steps": len(steps),
         "policy_version": policy_version,
-        "reward_first": _mean(step["reward"] for step in steps[:edge]),
-        "reward_last": _mean(step["reward"] for step in steps[-edge:]),
+        "reward_first": mean(step["reward"] for step in steps[:edge]),
+        "reward_last": mean(step["reward"] for step in steps[-edge:]),
         "eval_score": last and last["score"],
         "eval_score_interval": last and last.get("score_interval"),
         "eval_pass_at_k": last and last.get("pass_at_k"),
@@ -82,7 +82,7 @@ def summarise(
         "eval_coverage": last and last["coverage"],
         "eval_score_first": evals[0]["score"] if evals else None,
         "time_to_eval_0.9_s": _time_to_target(steps, evals),
-        "staleness_mean": _mean(step["staleness_mean"] for step in steps),
+        "staleness_mean": mean(step["staleness_mean"] for step in steps),
         "staleness_max": max((step["staleness_max"] for step in steps), default=None),
         "wall_s": wall_s,
         "startup_s": startup_s,
@@ -90,18 +90,18 @@ def summarise(
         "eval_s": sum(record["eval_s"] for record in evals),
         "tokens_generated": counts.tokens,
         "tokens_trained": round(sum(step["tokens"] for step in steps)),
-        **_efficiency(steps),
+        **efficiency(steps),
         "groups": _groups(counts),
         "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s if loop_s else None,
         "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
         "weight_sync_s": _mean_max(published_s),
         "generation_stall_s": _mean_max(stalls_s),
-        "ess_mean": _mean(step.get("ess") for step in steps),
+        "ess_mean": mean(step.get("ess") for step in steps),
         **_engine_mismatch([*steps, *evals]),
     }
 
 
-def _efficiency(steps: Sequence[Metrics]) -> Metrics:
+def efficiency(steps: Sequence[Metrics]) -> Metrics:
     """Use of the GPUs over all steps; None where no step has it."""
     return {
         **{
@@ -152,7 +152,7 @@ def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float
     return None if reached is None else sum(step["step_s"] for step in steps if step["step"] <= reached)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
     """Mean of the values that are not None: values that are not finite are null in the records."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -39,8 +39,6 @@ from slipstream.models.adapters import require_peft
 from slipstream.models.folder import model_fingerprint, without_remote_code
 
 log = get_log("learner.model")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def build_model(path: Path, options: ModelOptions, world: World) -> WeightLoader
     Raises: ConfigError, on all ranks, when one can't build it, or has other files than rank 0.
     """
     attention.register()
-    loader = _on_all_ranks(world, lambda: _build(path, options, world))
+    loader = world.on_all_ranks(lambda: _build(path, options, world))
     fingerprints = world.gather(model_fingerprint(path))
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -138,27 +136,11 @@ def load_and_check(
             loader.load(trained)
         init_adapters(trained)
 
-    _on_all_ranks(world, load)
+    world.on_all_ranks(load)
     if world.sizes.cp > 1:
         split_batches(trained, world.mesh["cp"])
     check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context_of(trained))
     reshard(trained)
-
-
-def _on_all_ranks(world: World, call: Callable[[], T]) -> T:
-    """The result of a call. Raises: ConfigError, on all ranks, when it is raised on one."""
-    results: list[T] = []
-    problems: list[str] = []
-    try:
-        results.append(call())
-    except ConfigError as error:
-        problems = list(error.problems)
-    of_ranks = world.gather(problems)
-    failed = [rank for rank, found in enumerate(of_ranks) if found]
-    if failed:
-        where = "" if len(failed) == world.size else f" (learner rank {failed[0]})"
-        raise ConfigError([f"{problem}{where}" for problem in of_ranks[failed[0]]])
-    return results[0]
 
 
 def check_model(path: Path, options: ModelOptions) -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ EP, EXPERT_SHARD = "ep", "expert_shard"
 
 Plain = bool | int | float | str | bytes | list[Any] | dict[str, Any] | None
 T = TypeVar("T", bound=Plain)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,21 @@ class World:
         frames = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(frames, F.pad(frame, (0, longest - len(frame))))
         return [_unpacked(received[: int(size)]) for received, size in zip(frames, sizes, strict=True)]
+
+    def on_all_ranks(self, call: Callable[[], V]) -> V:
+        """The result of a call; a collective. Raises: ConfigError, on all ranks, when it is raised on one."""
+        results: list[V] = []
+        problems: list[str] = []
+        try:
+            results.append(call())
+        except ConfigError as error:
+            problems = list(error.problems)
+        of_ranks = self.gather(problems)
+        failed = [rank for rank, found in enumerate(of_ranks) if found]
+        if failed:
+            where = "" if len(failed) == self.size else f" (learner rank {failed[0]})"
+            raise ConfigError([f"{problem}{where}" for problem in of_ranks[failed[0]]])
+        return results[0]
 
     def largest(self, value: int) -> int:
         """The largest value of all ranks."""

@@ -1,5 +1,6 @@
 """Parts of any trainer: the settings and the rank that it starts on, its reporter, and a model with its optimizer."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.checkpoint import ModelsAndOptimizers
+from slipstream.learner.metrics.efficiency import Efficiency
 from slipstream.learner.metrics.events import EventLog
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers import Tracker, build_trackers
+from slipstream.learner.models.flops import peak_flops_per_s
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import (
     SkippedUpdates,
@@ -28,6 +31,8 @@ from slipstream.learner.models.optim import (
     set_learning_rate,
 )
 from slipstream.learner.parallel.mesh import World
+from slipstream.models.device_memory import gpu_id
+from slipstream.models.gpus import PowerMeter
 
 log = get_log("learner.step")
 
@@ -76,6 +81,18 @@ class RankSetup:
         if not self.world.is_root:
             return None
         return Reporter(self.build_trackers(), steps=self.config.learner.steps, started=self.started)
+
+
+def build_efficiency(config: RunConfig, world: World, gpus: Sequence[str]) -> Efficiency:
+    """Metrics of the use of the ranks' GPUs; `gpus` are their identities, empty for a CPU."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    return Efficiency(
+        ranks=world.size,
+        gpus={gpu for gpu in gpus if gpu},
+        peak_flops_per_s=peak_flops_per_s(name, config.model.dtype_here),
+        price_per_gpu_hour=config.tracking.price_per_gpu_hour,
+        mean_power_w=PowerMeter(gpu_id(world.device)).mean_w,
+    )
 
 
 @dataclass

@@ -15,11 +15,12 @@ from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.models.images import ImageError
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rewards import base as rewards
 from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
+from slipstream.rollout_servers.placeholders import ImagePlaceholders
 from slipstream.rollout_servers.tally import UNFINISHED, Tally
-from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 
 ENGINE_GRACE_S = 10.0
 """Time for an engine to cut unfinished answers short after their deadline."""

@@ -14,9 +14,9 @@ from slipstream.configs.schema.rollout import EpisodeConfig
 from slipstream.env.base import Action, Message, Observation, ToolCall
 from slipstream.env.images import has_images
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls, plain_messages
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rollout_servers.engines.base import Completion, PromptImage
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Prompt, Transcript
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 log = get_log("rollout.conversation")
 

@@ -18,12 +18,14 @@ from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
 from slipstream.env.images import has_images, separate_images
 from slipstream.models.images import ImageError
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.answers import majority
 from slipstream.rewards.base import Failure
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions.text import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.placeholders import ImagePlaceholders
 from slipstream.rollout_servers.rollouts.base import (
     AnswerGenerator,
     EpisodeFailed,
@@ -37,7 +39,6 @@ from slipstream.rollout_servers.rollouts.base import (
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.teaching import Answered, Teaching
 from slipstream.rollout_servers.tally import BASELINE, Tally
-from slipstream.rollout_servers.tokenizer import ImagePlaceholders, Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig

@@ -27,8 +27,8 @@ from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.models.folder import initial_model
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.functions.text import digit_match
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.benchmarks.conftest import Measure
 from tests.learner.recorded import vivid
 

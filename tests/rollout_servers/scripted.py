@@ -14,6 +14,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env
 from slipstream.env.registry import build_env
 from slipstream.models.digits import TOKENS
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -28,7 +29,6 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.staging import HOST
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.rollouts.player import Player
-from slipstream.rollout_servers.tokenizer import Tokenizer
 
 
 def ids(text: str) -> list[int]:

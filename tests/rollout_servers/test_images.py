@@ -14,13 +14,14 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.env.builtin.colours import Colours
 from slipstream.models.images import ImageError
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.placeholders import ImagePlaceholders
 from slipstream.rollout_servers.prompt_filter import without_long_prompts
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import play_group
 from slipstream.rollout_servers.tally import Tally
-from slipstream.rollout_servers.tokenizer import ImagePlaceholders, PromptError, Tokenizer
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion
 from tests.vision import IMAGE_TOKEN, write_vision_model
 

@@ -15,10 +15,10 @@ from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import Mix, Part
 from slipstream.env.registry import add_tools
 from slipstream.env.tools.session import ToolEnv
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers import prompt_filter
 from slipstream.rollout_servers.prompt_filter import without_long_prompts
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rollout_servers.rollouts.chat import build_chat_model
 
 LIMIT = 60

@@ -17,12 +17,12 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.registry import build_env
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.server import EveryTaskFails, RolloutServer
 from slipstream.rollout_servers.tickets import FIRST_GROUPS
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.buffer.peers import learner, serving, until
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS

@@ -21,12 +21,10 @@ from slipstream.learner.algorithms.teachers import load_teachers
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.metrics.efficiency import Efficiency
 from slipstream.learner.metrics.fleet import FleetRecord
 from slipstream.learner.metrics.rl_reporter import RLReporter, RunRecords
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.metrics.signal import SignalWatch, has_fixed_length
-from slipstream.learner.models.flops import peak_flops_per_s
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
 from slipstream.learner.models.lora import has_adapters
@@ -34,13 +32,12 @@ from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.step_records import StepRecords
 from slipstream.learner.trainers.rl.step import TrainStep
-from slipstream.learner.trainers.setup import RankSetup
+from slipstream.learner.trainers.setup import RankSetup, build_efficiency
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports import build_transports
-from slipstream.models.device_memory import DeviceMemoryError, gpu_id
+from slipstream.models.device_memory import DeviceMemoryError
 from slipstream.models.folder import model_folder
-from slipstream.models.gpus import PowerMeter
 
 log = get_log("learner.assemble")
 
@@ -202,18 +199,6 @@ def build_prober(engine: EngineConfig, model: nn.Module, world: World) -> Prober
     # The engine must be able to read the probe, and to generate one token more.
     tokens = min(PROBE_TOKENS, engine.max_model_len - 1)
     return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=world.device)
-
-
-def build_efficiency(config: RunConfig, world: World, gpus: Sequence[str]) -> Efficiency:
-    """Metrics of the use of the ranks' GPUs; `gpus` are their identities, empty for a CPU."""
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-    return Efficiency(
-        ranks=world.size,
-        gpus={gpu for gpu in gpus if gpu},
-        peak_flops_per_s=peak_flops_per_s(name, config.model.dtype_here),
-        price_per_gpu_hour=config.tracking.price_per_gpu_hour,
-        mean_power_w=PowerMeter(gpu_id(world.device)).mean_w,
-    )
 
 
 def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) -> RootServices:

@@ -19,12 +19,12 @@ from slipstream.configs.schema.rollout import EpisodeConfig
 from slipstream.env.base import Message, Observation, Turn
 from slipstream.learner.data.packing import TokenSequence, pack
 from slipstream.learner.models.scoring import score_actions
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rewards.base import Episode
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.conversation import CUT_MARK, ChatFormat, shorten
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 from tests.rollout_servers.rollouts.chat import CHATML, build_chat_model
 from tests.rollout_servers.rollouts.dialogue import HANG, Dialogue
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion

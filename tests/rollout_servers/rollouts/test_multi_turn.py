@@ -19,6 +19,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Task, Turn
 from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.base import Episode
 from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
@@ -28,7 +29,6 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tally import UNFINISHED, Tally
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rollout_servers.rollouts.dialogue import HANG, Dialogue, Script
 from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion, ids, lasting
 

@@ -16,6 +16,7 @@ from slipstream.configs import RunConfig
 from slipstream.env.base import Env, Split, Task
 from slipstream.env.builtin.mix import Mix, Part
 from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.base import Episode, Score
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, Request, RequestRefused
@@ -23,7 +24,6 @@ from slipstream.rollout_servers.rollouts import base
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tally import Tally
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rollout_servers.scripted import ScriptedEngine, completion, ids, lasting
 
 CUT = completion(ids("2"), finish_reason="abort")

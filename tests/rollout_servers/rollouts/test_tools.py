@@ -13,9 +13,9 @@ from slipstream.env.base import Observation
 from slipstream.env.registry import build_env
 from slipstream.env.tools.parsers import ToolFormat, call_text, parse_tool_calls, plain_messages, system_text
 from slipstream.env.tools.schema import ToolUnavailable
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.rollouts.test_conversation import RESULT, SCHEMA, USER, Scripted, chat_answer, run_config
 from tests.rollout_servers.scripted import build_player

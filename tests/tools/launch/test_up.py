@@ -25,7 +25,7 @@ from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import Role, place
 from slipstream.tools.launch.ports import choose_port_base
 from slipstream.tools.launch.processes import MODULES, ChildDied, RunProcesses, python
-from slipstream.tools.launch.progress import make_screen
+from slipstream.tools.launch.screens import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import Launch, Stopped
 from tests.conftest import free_port
@@ -155,14 +155,6 @@ def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[s
     assert done.returncode == 2
     assert named in done.stderr
     assert [*folder.parent.iterdir(), *folder.iterdir()] == [folder, folder / "summary.json"]
-
-
-def test_trainer_other_than_rl_is_refused(tmp_path: Path) -> None:
-    done = up(tmp_path, "learner.trainer=mine:Sft")
-    assert done.returncode == 2
-    assert "learner.trainer=mine:Sft" in done.stderr
-    assert f"`learner {DEMO}`" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("by", "options"), [(UP, ["--fresh"]), (LEARNER, [])])

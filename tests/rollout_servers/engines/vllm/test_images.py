@@ -15,10 +15,11 @@ from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.base import Engine, Request, RequestRefused
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.tokenizer import ImagePlaceholders, Tokenizer
+from slipstream.rollout_servers.placeholders import ImagePlaceholders
 from slipstream.rollout_servers.weights.verify import verify
 from tests.contract.engines import VLLM_WARNINGS
 from tests.vision import FAMILIES, PLACEHOLDERS, VOCABULARY, write_vision_model

@@ -1,4 +1,4 @@
-"""The tokenizer, the only place where text becomes token ids and back; and the placeholders of images in prompts."""
+"""The tokenizer, the only place where text becomes token ids and back."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
 from slipstream.configs.runtime.logging import get_log
-from slipstream.models.architecture import takes_images, vocabulary_size
+from slipstream.models.architecture import vocabulary_size
 from slipstream.models.folder import without_remote_code
-from slipstream.models.image_processor import ImageProcessor
-from slipstream.models.images import decode_image
-from slipstream.rollout_servers.engines.base import PromptImage
 
-log = get_log("rollout.tokenizer")
+log = get_log("tokenizer")
 
 
 class PromptError(SlipstreamError):
@@ -64,8 +61,20 @@ class Tokenizer:
         has_bos = self._bos is not None and prompt.startswith(self._bos)
         return self._encode_text(prompt, add_special_tokens=not has_bos)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of chat messages under the chat template, with the generation prompt. Raises: PromptError."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
+    ) -> str:
+        """The text of chat messages under the chat template.
+
+        Args:
+            generation_prompt: end with the beginning of an answer.
+
+        Raises: PromptError.
+        """
         if self._tokenizer.chat_template is None:
             raise PromptError(
                 f"the prompt is chat messages, and the model in {self.model} has no chat template: choose a chat "
@@ -75,7 +84,7 @@ class Tokenizer:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) or None,
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
         except Exception as error:  # a template may raise anything
@@ -151,6 +160,12 @@ class Tokenizer:
         return known
 
     @property
+    def end_token_id(self) -> int | None:
+        """The tokenizer's own stop token, which ends a text; None if it has none."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
+    @property
     def vocab_size(self) -> int:
         """The model's number of token ids. Raises: ConfigError when its configuration does not give it."""
         return vocabulary_size(self.model)
@@ -171,44 +186,3 @@ def _loaded(model: Path) -> Any:
     except Exception as error:  # transformers raises anything, and tokenizers nothing narrower, for damaged files
         reason = " ".join(format_error(error).split())[:300]
         raise ConfigError(f"the tokenizer of the model in {model} can't be loaded: {reason}") from error
-
-
-class ImagePlaceholders:
-    """The placeholders of one model."""
-
-    def __init__(self, model: Path) -> None:
-        self._processor = ImageProcessor(model)
-
-    @classmethod
-    def of(cls, model: Path) -> "ImagePlaceholders | None":
-        """Those of a model; None if it takes no images."""
-        return cls(model) if takes_images(model) else None
-
-    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """The prompt with all placeholders, and its images.
-
-        Args:
-            token_ids: with one placeholder for each image.
-            images: encoded.
-
-        Raises: ImageError when an image can't be decoded; PromptError when placeholders and images don't match.
-        """
-        placeholder = self._processor.placeholder
-        places = [place for place, token in enumerate(token_ids) if token == placeholder]
-        if len(places) != len(images):
-            raise PromptError(f"{len(places)} placeholders of images in the prompt, for {len(images)} images")
-        expanded, found, end = list[int](), list[PromptImage](), 0
-        for place, encoded in zip(places, images, strict=True):
-            pixels = decode_image(encoded)
-            expanded += token_ids[end:place]
-            tokens = self._tokens(pixels.width, pixels.height)
-            found.append(PromptImage(encoded, pixels, start=len(expanded), tokens=tokens))
-            expanded += [placeholder] * tokens
-            end = place + 1
-        return [*expanded, *token_ids[end:]], tuple(found)
-
-    def _tokens(self, width: int, height: int) -> int:
-        try:
-            return self._processor.tokens(width, height)
-        except ValueError as error:  # a shape that the model refuses, such as a line
-            raise PromptError(f"an image of {width} x {height} pixels: {error}") from error

@@ -14,13 +14,21 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.digits import EOS, TOKENS, build_digits_model
 from slipstream.models.tiny import PAD
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from tests.remote_code import with_remote_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 VOCABULARY = len(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the digits tokenizer; not to be written to."""
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    build_digits_model(folder, seed=0)
+    return folder
 
 
 def changed(model: Path, folder: Path, name: str, **values: Any) -> Path:

@@ -3,11 +3,13 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema.base import expand_home
@@ -114,12 +116,15 @@ class Batches:
             yield from batch.to_pylist()
 
 
-def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None, default_split: str) -> list[RowSource]:
+def open_sources(
+    paths: Sequence[str], *, subset: str | None, split: str | None, default_split: str, what: str = "env rows"
+) -> list[RowSource]:
     """The rows of files, patterns of files, folders of `datasets` and data sets of the hub, in this order.
 
     Args:
         subset: configuration of a data set of the hub.
         split: split of a folder with several, or of a data set of the hub; None: `default_split`.
+        what: begins the problems: whose rows they are.
 
     Raises: ConfigError with one problem for each path that can't be read.
     """
@@ -141,7 +146,7 @@ def open_sources(paths: Sequence[str], *, subset: str | None, split: str | None,
         except ValueError as error:  # not a path, such as one with a null byte
             problems.append(f"{text} can't be read: {error}")
     if problems:
-        raise ConfigError([f"env rows: {problem}" for problem in problems])
+        raise ConfigError([f"{what}: {problem}" for problem in problems])
     return sources
 
 
@@ -223,3 +228,32 @@ def _datasets() -> Any:
 
 def _table(name: str, dataset: Any) -> RowSource:
     return Batches(name, dataset.with_format("arrow")[:].to_batches(_BATCH_ROWS))
+
+
+def value_at(row: Row, key: str) -> Any:
+    """The value under a key, which may lead into nested rows; None if there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def plain(value: Any, *, images: bool = False) -> Any:
+    """The value without Nones in mappings, as JSON can hold it: dates become texts.
+
+    Raises: ValueError for bytes, unless `images` are allowed.
+    """
+    match value:
+        case str() | bool() | int() | float() | None:
+            return value
+        case dict():
+            return {key: plain(each, images=images) for key, each in value.items() if each is not None}
+        case list() | tuple():
+            return [plain(each, images=images) for each in value]
+        case bytes() if images:
+            return value
+        case bytes():
+            raise ValueError("it holds bytes: leave their column out, or name it as env.options.image_key")
+    return msgspec.to_builtins(value)
