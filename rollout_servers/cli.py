@@ -14,9 +14,9 @@ from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, r
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
     from slipstream.env.base import Env
+    from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.rollouts.teaching import Teaching
     from slipstream.rollout_servers.server import RolloutServer
-    from slipstream.rollout_servers.tokenizer import Tokenizer
 
 PROCESS_VARIABLE = "SLIPSTREAM_PROCESS"
 """Environment variable with the name of this server's log, set by `slipstream up`."""

@@ -13,12 +13,12 @@ from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.distill import DistillConfig, TeacherConfig
 from slipstream.env.base import Env, offers_tools
+from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rewards.base import Episode, RewardUnavailable, text_of
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.scorer import DELIVERY_S
 from slipstream.rewards.teacher import TeacherServer, TokenScores
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
-from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig

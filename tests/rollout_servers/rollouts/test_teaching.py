@@ -23,13 +23,14 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split, Task
 from slipstream.models.digits import EOS, TOKENS
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards import teacher
 from slipstream.rewards.base import Score
+from slipstream.rewards.compose import Reward
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.rollouts.teaching import Teaching
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.rewards.functions.http_server import serving
 from tests.rollout_servers.scripted import ScriptedEngine, completion, ids, lasting
 
@@ -219,7 +220,8 @@ async def test_server_with_other_tokens_is_refused_by_name(model: Path) -> None:
 
 
 def prompt_of(trajectory: m.Trajectory) -> list[int]:
-    return np.frombuffer(trajectory.teacher_prompt, dtype=m.TOKEN_DTYPE).tolist()
+    token_ids: list[int] = np.frombuffer(trajectory.teacher_prompt, dtype=m.TOKEN_DTYPE).tolist()
+    return token_ids
 
 
 async def test_context_has_the_reference(model: Path) -> None:
@@ -235,15 +237,17 @@ async def test_context_has_the_solution_of_another_answer(model: Path) -> None:
     assert [prompt_of(each) for each in found] == [[], ids("2112r"), ids("2112r")]
 
 
-async def test_context_has_feedback_of_rewards(model: Path) -> None:
+async def test_context_has_feedback_of_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config({"context": "{prompt}{feedback}"}, loss="reverse_kl")
     playing = await open_player(config, model)
-    (reward,) = playing.scorer.runner.rewards.values()
 
     def said(answer: str, reference: str, info: Mapping[str, Any]) -> Score:
         return Score(float(answer == reference), feedback="" if answer == reference else "+")
 
-    playing.scorer.runner.rewards = {reward.name: replace(reward, function=said)}
+    rewards: dict[str, Reward] = dict(playing.scorer.runner.rewards)
+    monkeypatch.setattr(
+        playing.scorer.runner, "rewards", {name: replace(each, function=said) for name, each in rewards.items()}
+    )
     found = await playing.play("train", 0, samples=3)
     assert [prompt_of(each) for each in found] == [[], ids("12r+"), ids("12r+")]
 
