@@ -14,11 +14,13 @@ from tests.pipeline.conftest import ROOT, Pipeline
 from tests.pipeline.forked import DEADLINE_S
 from tests.pipeline.runs import train
 
-OTHERS = ("constants", "gsm8k", "mbpp", "smollm2_arithmetic")
-"""Recipes over rows of files, which have tests of their own."""
+OTHERS = ("constants", "gsm8k", "mbpp", "on_policy_distillation", "smollm2_arithmetic")
+"""Recipes over rows of files, which have tests of their own, and one from a model that another run has trained."""
 RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") if path.stem not in OTHERS)
 IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
+SELF = "self_distillation"
+"""The recipe that starts from a model of another run."""
 STEPS = 3
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 AT_ONCE = 2
@@ -49,6 +51,7 @@ def overrides_of(recipe: Path) -> list[str]:
         f"learner.steps={STEPS}",
         "learner.optimizer.warmup_steps=0",
         *(CRITIC if "critic" in learner else []),
+        *(["model.path=null", "model.build=digits"] if recipe.stem == SELF else []),
     ]
 
 
