@@ -105,6 +105,10 @@ TRL: Final[Mapping[str, str]] = {
     "save_total_limit": "learner.checkpoint.keep",
     "eval_steps": "eval.every_steps",
     "peft_config": "model.lora",
+    "max_length": "learner.trainer.max_tokens (longer rows are left out, not cut)",
+    "packing": "nothing: sequences are always packed, without attention between them",
+    "completion_only_loss": "learner.trainer.assistant_only_loss",
+    "dataset_text_field": "learner.trainer.data.columns, such as {text: content}",
 }  # fmt: skip
 """Settings of TRL, by name."""
 _VERL_ONLY: Final = frozenset({"actor_rollout_ref", "algorithm", "trainer"})

@@ -65,7 +65,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("train", "run", "start", "grpo", "ppo"), "`slipstream up CONFIG` trains"),
     **dict.fromkeys(
         ("sft", "dpo", "reward", "kto"),
-        "only RL is trained (docs/concepts.md, What the project does not do); begin with a model tuned elsewhere",
+        "`slipstream up` trains with the trainer that `learner.trainer` names, such as sft (docs/trainings.md)",
     ),
     **dict.fromkeys(
         ("resume", "continue"), "`slipstream up CONFIG` continues an unfinished run; `--fresh` starts over"

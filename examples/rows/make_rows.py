@@ -1,6 +1,7 @@
-"""Train and test rows for the recipes `smollm2_arithmetic`, `constants` and `mbpp`.
+"""Train and test rows for the recipes `smollm2_arithmetic`, `sft`, `sft_smollm2`, `constants` and `mbpp`.
 
     python examples/rows/make_rows.py arithmetic data/arithmetic
+    python examples/rows/make_rows.py digits data/digits
     python examples/rows/make_rows.py constants data/constants
     python examples/rows/make_rows.py mbpp data/mbpp [--source FOLDER_OR_NAME]
 
@@ -56,6 +57,13 @@ def constants() -> dict[str, list[dict[str, Any]]]:
     return {"train": rows[TEST_CONSTANTS:], "test": rows[:TEST_CONSTANTS]}
 
 
+def digits() -> dict[str, list[dict[str, Any]]]:
+    """Demonstrations of the demo's task: all numbers of three digits, reversed."""
+    numbers = random.Random(0).sample(range(1000), 1000)
+    rows = [{"prompt": f"{number:03}r", "completion": f"{number:03}"[::-1]} for number in numbers]
+    return {"train": rows[TEST:], "test": rows[:TEST]}
+
+
 def mbpp(source: str) -> dict[str, list[dict[str, Any]]]:
     """The tasks of MBPP, with their tests in the prompt: they name the function."""
     splits = load_dataset(source)
@@ -75,14 +83,14 @@ def mbpp_rows(tasks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", choices=("arithmetic", "constants", "mbpp"))
+    parser.add_argument("rows", choices=("arithmetic", "constants", "digits", "mbpp"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", default=MBPP)
     arguments = parser.parse_args()
     if arguments.rows == "mbpp":
         splits = mbpp(arguments.source)
     else:
-        splits = arithmetic() if arguments.rows == "arithmetic" else constants()
+        splits = {"arithmetic": arithmetic, "constants": constants, "digits": digits}[arguments.rows]()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         parquet.write_table(Table.from_pylist(rows), arguments.folder / f"{split}.parquet")

@@ -193,7 +193,7 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
 
 WALK = """
 import importlib, pkgutil, sys
-of_models = ("device_memory", "image_processor", "state_dict", "tensors")
+of_models = ("device_memory", "image_processor", "state_dict", "tensors", "tokenizer")
 heavy = ("__main__", "model_server", *(f"models.{name}" for name in of_models))
 for folder in ("configs", "models", "sandbox", "buffer", "env", "rewards"):
     package = importlib.import_module(f"slipstream.{folder}")

@@ -14,7 +14,7 @@ from tests.pipeline.conftest import ROOT, Pipeline
 from tests.pipeline.forked import DEADLINE_S
 from tests.pipeline.runs import train
 
-OTHERS = ("constants", "gsm8k", "mbpp", "on_policy_distillation", "smollm2_arithmetic")
+OTHERS = ("constants", "gsm8k", "mbpp", "on_policy_distillation", "sft", "sft_smollm2", "smollm2_arithmetic")
 """Recipes over rows of files, which have tests of their own, and one from a model that another run has trained."""
 RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") if path.stem not in OTHERS)
 IMAGES = "colours"

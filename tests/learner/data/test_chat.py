@@ -21,7 +21,7 @@ ANSWER = {"role": "assistant", "content": "First."}
 TURNS = [SYSTEM, USER, ANSWER, {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Second."}]
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-WITH_CALL = [
+WITH_CALL: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c0", "name": "add", "content": "2"},

@@ -87,3 +87,9 @@ def test_empty_written_configuration_is_replaced(tmp_path: Path) -> None:
     config.paths.config.write_text("")  # as a full disk leaves it
     assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
     assert load_config(config.paths.config) == config
+
+
+def test_unfinished_run_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    prepare_folder(demo_config(tmp_path, "learner.trainer={name: sft, data: rows.jsonl}"), fresh=False)
+    with pytest.raises(ConfigError, match=r"learner\.trainer=rl: .* one of sft"):
+        prepare_folder(demo_config(tmp_path), fresh=False)

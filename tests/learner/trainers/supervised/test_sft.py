@@ -196,7 +196,8 @@ def test_validation_and_completions_are_recorded(trained: RunConfig) -> None:
 
 
 def test_completions_are_those_of_transformers(trained: RunConfig) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained.paths.export), Tokenizer(trained.paths.export)
+    model: Any = AutoModelForCausalLM.from_pretrained(trained.paths.export)
+    tokenizer = Tokenizer(trained.paths.export)
     for sample in read_samples(trained.paths.samples, "eval")[-2:]:
         span = sample.trajectory.spans[0]
         ids = memoryview(sample.trajectory.token_ids).cast("i").tolist()
