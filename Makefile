@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -51,6 +51,10 @@ sglang-check: setup
 	@PYTHON="$(PYTHON)" sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh .sglang
 	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \
 		tests/contract/test_engine.py tests/rollout_servers/engines/sglang $(ARGS)
+
+# Log-probs of a teacher, from vLLM's own server on the CPU
+teacher-check: setup
+	@SLIPSTREAM_TEACHER_SERVER=vllm $(BIN)/pytest tests/rollout_servers/rollouts/test_teaching.py -k scores $(ARGS)
 
 # The trackers' own packages, offline: an environment of 0.9 GB in .trackers the first time
 trackers-check: setup

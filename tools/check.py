@@ -165,6 +165,10 @@ def _model_problems(config: RunConfig, model: Path) -> list[str]:
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)
         steps.append(lambda: check_model(reference, replace(options, lora=None)))
+    for number, teacher in enumerate(() if learner.distill is None else learner.distill.teachers):
+        if teacher.model is not None:
+            folder = model_folder(f"learner.distill.teachers.{number}.model", teacher.model)
+            steps.append(partial(check_model, folder, replace(options, lora=None)))
     problems = engine_problems(config.rollout.engine, config.weights, model)
     for step in steps:
         try:

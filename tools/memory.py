@@ -48,7 +48,7 @@ class LearnerSetting:
     lora_rank: int | None = None
     """Only adapters are trained; None: the whole model."""
     reference: bool = False
-    """A reference model is held, unless it is the base of an adapter."""
+    """A reference model, or a teacher of the policy's size, is held, unless it is the base of an adapter."""
     critic: bool = False
     process_reward: bool = False
     """With its own reference, unless it has adapters."""
@@ -69,7 +69,7 @@ class LearnerSetting:
             optimizer=learner.optimizer.name,
             offload=learner.offload,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
-            reference=learner.kl is not None,
+            reference=learner.kl is not None or (learner.distill is not None and learner.distill.holds_models),
             critic=learner.critic is not None,
             process_reward=learner.process_reward is not None,
         )

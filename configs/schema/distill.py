@@ -33,8 +33,8 @@ class TeacherConfig(Section):
     average_rate: float = Field(default=0.05, gt=0, le=1)
     """Of `weights: average`: share of the present weights in each update (SDPO, arXiv 2601.20802: 0.05)."""
     context: str | None = None
-    """Prompt of the teacher, as a template with `{prompt}` and what only the teacher is given: `{reference}`, the
-    task's; `{solution}`, another answer of the group with a reward of at least `solution_reward`; `{feedback}`, what
+    """Prompt of the teacher, as a template of `{prompt}` and what only the teacher is given: `{reference}`, the task's;
+    `{solution}`, another answer of the group with a reward of at least `solution_reward`; `{feedback}`, what
     rewards say of the answer. Of a chat it replaces the last message of the user. Answers for which one of these is
     missing are not distilled. Unset: the policy's own prompt."""
     solution_reward: float = Field(default=1.0, allow_inf_nan=False)
@@ -62,8 +62,8 @@ class TeacherConfig(Section):
         unknown = sorted(names.difference(CONTEXT_FIELDS))
         if unknown:
             raise ValueError(f"has the field {{{unknown[0]}}}; there are {', '.join(map(_braced, CONTEXT_FIELDS))}")
-        if "prompt" not in names or len(names) == 1:
-            raise ValueError(f"needs {{prompt}} and one of {', '.join(map(_braced, CONTEXT_FIELDS[1:]))}")
+        if not names.difference({"prompt"}):
+            raise ValueError(f"has nothing but the prompt; name one of {', '.join(map(_braced, CONTEXT_FIELDS[1:]))}")
         return context
 
     @model_validator(mode="after")
@@ -109,6 +109,11 @@ class DistillConfig(Section):
     def engines(self) -> tuple[TeacherConfig, ...]:
         """Teachers that rollout servers ask."""
         return tuple(teacher for teacher in self.teachers if teacher.url is not None)
+
+    @property
+    def holds_models(self) -> bool:
+        """True if the learner has a model beside the policy."""
+        return any(teacher.url is None and teacher.weights != "present" for teacher in self.teachers)
 
     def of_env(self, label: str | None) -> TeacherConfig | None:
         """The teacher of answers of an env by its label in the mixture; None if it has none."""

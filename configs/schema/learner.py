@@ -309,8 +309,9 @@ class LearnerConfig(Section):
     """The learner: trainer, batch, objective, optimizer, checkpoints."""
 
     trainer: TrainerConfig = RlConfig()
-    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `streams`, `kl`, `critic` and
-    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval; others are a learner alone."""
+    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
+    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval; others are a learner alone.
+    `streams` and `distill` are of `rl` and `distill`."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)

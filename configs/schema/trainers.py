@@ -207,7 +207,17 @@ class DpoConfig(FileTrainer):
     loss: PreferenceLossConfig = DpoLoss()
 
 
-_TRAINERS: Final = (RlConfig, SftConfig, RewardModelConfig, ValueModelConfig, DpoConfig)
+class DistillRowsConfig(SftConfig):
+    """Offline distillation: divergence from a teacher on the assistant's tokens of demonstrations, or of its answers.
+
+    Loss: `learner.streams.ref_kl` · divergence, by `learner.distill`, + `learner.streams.ce` · cross-entropy.
+    """
+
+    target: ClassVar[str] = "slipstream.learner.trainers.supervised.distill:DistillTrainer"
+    name: Literal["distill"]
+
+
+_TRAINERS: Final = (RlConfig, SftConfig, RewardModelConfig, ValueModelConfig, DpoConfig, DistillRowsConfig)
 TRAINERS: Final = registry_of("trainer", *_TRAINERS)
 
 

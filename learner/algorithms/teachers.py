@@ -88,6 +88,16 @@ class Teachers:
         taught_B = torch.tensor([number is not None for number in chosen], device=mask_BT.device)
         return Teaching(self, trajectories, chosen, mask_BT * taught_B[:, None])
 
+    @torch.no_grad()
+    def lesson(self, batch: MicroBatch) -> Lesson:
+        """Distributions of the only teacher at all actions of this rank's share of a micro-batch; a collective."""
+        (teacher,) = self.all
+        share = batch.split(context_of(self.policy))
+        with teacher.computing() as model:
+            states = head_states(model, share)
+            rule = LogitRule.of(model, temperature=self.temperature)
+        return Lesson(torch.arange(share.actions, device=share.actions_A.device), HeadStates(*states, rule))
+
     def release(self) -> None:
         """Frees what teachers keep gathered for the policy's backward pass."""
         for teacher in self.all:

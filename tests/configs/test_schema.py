@@ -251,3 +251,36 @@ def test_targets_of_traces_and_metrics(overrides: list[str], trace: str | None, 
     tracking = load_config(DEMO, overrides).tracking
     assert (tracking.trace, tracking.prometheus) == (trace, prometheus)
     assert type(tracking).model_validate(tracking.model_dump(mode="json")) == tracking
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["learner.distill.teachers=[{}]"], "learner.distill learner.streams.ref_kl"),
+        (["learner.streams.ref_kl=1"], "learner.streams.ref_kl learner.distill learner.kl"),
+        (["learner.distill.teachers=[{model: m, url: 'http://h'}]"], "learner.distill.teachers.0 model url"),
+        (["learner.distill.teachers=[{model: m, weights: initial}]"], "learner.distill.teachers.0 weights"),
+        (["learner.distill.teachers=[{weights: present}]"], "learner.distill.teachers.0 present context"),
+        (["learner.distill.teachers=[{context: '{prompt} {x}'}]"], "learner.distill.teachers.0 {x} {solution}"),
+        (["learner.distill.teachers=[{context: '{prompt'}]"], "learner.distill.teachers.0 {{"),
+        (["learner.distill.teachers=[{context: '{prompt}'}]"], "learner.distill.teachers.0 {reference}"),
+        (["learner.distill.teachers=[{env: a}, {env: a}]"], "learner.distill 'a'"),
+        (["learner.distill.teachers=[{url: 'http://h'}]"], "learner.distill top_k"),
+        (["learner.distill={teachers: [{}], loss: advantage, top_k: 3}"], "learner.distill top_k"),
+        (
+            ["learner.distill={teachers: [{url: 'http://h'}], top_k: 3}", "rollout.sampling.temperature=0.5"],
+            "learner.distill.teachers rollout.sampling.temperature=0.5",
+        ),
+        (
+            ["learner.distill.teachers=[{context: '{reference}'}]", "learner.parallel.cp=2"],
+            "learner.distill.teachers learner.parallel.cp=1",
+        ),
+    ],
+)
+def test_distillation_that_can_not_work_is_refused(overrides: list[str], parts: str) -> None:
+    assert [problem for problem in problems_of(DEMO, *overrides) if all(part in problem for part in parts.split())]
+
+
+def test_distillation_alone_needs_no_rewards() -> None:
+    overrides = ["learner.distill.teachers=[{model: m}]", "learner.streams={rl: 0, ref_kl: 1}", "rewards=[]"]
+    assert not load_config(DEMO, overrides).rewards

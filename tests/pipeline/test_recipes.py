@@ -22,8 +22,9 @@ from tests.pipeline.conftest import ROOT, Pipeline
 from tests.pipeline.forked import DEADLINE_S
 from tests.pipeline.runs import step_of, train, trained_groups
 
-OTHERS = ("constants", "gsm8k", "mbpp", "smollm2_arithmetic")
-"""Recipes over rows of files, which have tests of their own, as those of other trainers have."""
+OTHERS = ("constants", "gsm8k", "mbpp", "on_policy_distillation", "smollm2_arithmetic")
+"""Recipes over rows of files, and one from a model that another run has trained, which have tests of their own, as
+those of other trainers have."""
 RECIPES = sorted(
     path
     for path in (ROOT / "configs" / "recipes").glob("*.yaml")
@@ -31,6 +32,8 @@ RECIPES = sorted(
 )
 IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
+SELF = "self_distillation"
+"""The recipe that starts from a model of another run."""
 STEPS = 3
 PROCESS_REWARD = ("learner.process_reward.optimizer.warmup_steps=0",)
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
@@ -58,6 +61,7 @@ def overrides_of(recipe: Path) -> list[str]:
         "learner.optimizer.warmup_steps=0",
         *(CRITIC if "critic" in learner else []),
         *(PROCESS_REWARD if "process_reward" in learner else []),
+        *(["model.path=null", "model.build=digits"] if recipe.stem == SELF else []),
     ]
 
 

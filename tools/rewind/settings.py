@@ -21,6 +21,7 @@ EFFECTS: Final[Mapping[str, Sequence[str]]] = {
     "learner.advantage": _NUMBERS,
     "learner.correction": ("truncated_fraction", "masked_fraction", "masked/", *_NUMBERS),
     "learner.streams": ("loss", "ce_loss", "ref_kl_loss", "grad_norm"),
+    "learner.distill": ("distill/", "loss", "ref_kl_loss", "grad_norm"),
     "learner.kl": ("reference_kl", "kl_coefficient", *_NUMBERS),
     "learner.critic": ("value_loss", "critic_lr", "critic_grad_norm", *_NUMBERS),
     "learner.process_reward": (

@@ -226,7 +226,7 @@ def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) 
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
         signal=SignalWatch(
-            group_relative=config.learner.advantage.group_relative,
+            group_relative=config.learner.advantage.group_relative and config.learner.streams.rl > 0,
             fixed_length=has_fixed_length(config.rollout.sampling),
         ),
         eval_reward=config.eval.reward,

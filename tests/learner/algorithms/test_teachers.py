@@ -16,12 +16,22 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.model import LoraConfig
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.rl.step import TrainStep
 from slipstream.models.digits import build_digits_model
-from tests.learner.recorded import build_train_step, recorded_step, train, vivid, weights_of
+from tests.learner.recorded import (
+    build_train_step,
+    mixed_config,
+    mixed_groups,
+    record,
+    recorded_step,
+    train,
+    vivid,
+    weights_of,
+)
 
 MakeConfig = Callable[..., RunConfig]
 TEMPERATURE = 0.8
@@ -168,6 +178,41 @@ def test_several_teachers_score_the_answers_of_their_envs(
     assert figures["distill/share"] == pytest.approx((a + b) / sum(sizes))
     # The policy is its initial weights, with which env b's teacher agrees.
     assert figures["distill/kl"] == pytest.approx(of_a["distill/kl"] * a / (a + b), rel=1e-4)
+
+
+@pytest.mark.parametrize("context", [None, "{reference}"])
+def test_targets_of_cross_entropy_are_not_distilled(
+    world: World, make_config: MakeConfig, teacher: Path, tmp_path: Path, context: str | None
+) -> None:
+    found = []
+    for ce in (0.0, 0.5):
+        distill = {"teachers": [{"model": str(teacher), "context": context}]}
+        config = make_config(distill=distill, updates_per_step=1, streams={"rl": 0, "ce": ce, "ref_kl": 1})
+        config = mixed_config(config, {})
+        if not ce:
+            record(tmp_path / "turns", 1, config, mixed_groups)
+        data = first_step(config, tmp_path / "turns")
+        if context is not None:
+            data = with_rows(data, lambda row, each: msgspec.structs.replace(each, teacher_prompt=PROMPT.tobytes()))
+        found.append(build_train_step(config, world).run(data, unpublished_steps=0))
+    assert found[1]["ce_loss"] > 0
+    for name in ("distill/kl", "distill/agreement", "ref_kl_loss", "ref_kl_tokens"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("weights", ["initial", "average"])
+def test_policy_with_adapters(world: World, make_config: MakeConfig, groups: Path, weights: str) -> None:
+    distill = {"teachers": [{"weights": weights, "average_rate": 0.5}]}
+    config = make_config(distill=distill, updates_per_step=1, streams={"ref_kl": 1})
+    lora = LoraConfig.model_validate({"rank": 4, "alpha": 16})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    train_step = build_train_step(config, world)
+    assert train_step.teachers is not None
+    (taught,) = train_step.teachers.all
+    assert taught.is_policy == (weights == "initial"), "without adapters the policy is its own initial weights"
+    first, second = train(train_step, groups, [0, 1])
+    assert first["distill/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["distill/kl"] > 1e-6
 
 
 def test_answers_without_a_context_are_not_distilled(world: World, make_config: MakeConfig, groups: Path) -> None:

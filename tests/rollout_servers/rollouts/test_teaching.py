@@ -1,16 +1,21 @@
 """Teachers as inference servers, their contexts, and failures that cost a group.
 
 The server here has replies of the shape of vLLM's or SGLang's, from the logits of the real model; `make teacher-check`
-runs the same tests with `vllm serve`.
+compares them with those of vLLM's own server.
 """
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -30,12 +35,13 @@ from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.rollouts.teaching import Teaching
+from tests.conftest import free_port
 from tests.rewards.functions.http_server import serving
 from tests.rollout_servers.scripted import ScriptedEngine, completion, ids, lasting
 
 TOP_K = 4
-SERVED = os.environ.get("SLIPSTREAM_TEACHER_URL")
-"""Address of `vllm serve` with the model of this variable's companion SLIPSTREAM_TEACHER_MODEL."""
+WITH_VLLM = os.environ.get("SLIPSTREAM_TEACHER_SERVER") == "vllm"
+START_DEADLINE_S = 600.0
 ANSWERS = [completion([*ids("21"), TOKENS.index(EOS)]), completion(ids("24")), completion(ids("3"))]
 
 
@@ -150,7 +156,7 @@ async def closed_servers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]
         return "digits"
 
     monkeypatch.setattr(teacher.TeacherServer, "__init__", opening)
-    if SERVED is None:  # the server of these tests answers POST alone
+    if not WITH_VLLM:  # the server of these tests answers POST alone
         monkeypatch.setattr(teacher.TeacherServer, "_name", model_name)
     yield
     for each in opened:
@@ -167,14 +173,43 @@ def expected(served: Served, trajectory: m.Trajectory, prompt: Sequence[int] | N
     return rows.gather(1, torch.tensor(token_ids[first:])[:, None])[:, 0], rows.topk(TOP_K)
 
 
+@contextmanager
+def vllm_server(model: Path, folder: Path) -> Iterator[str]:
+    """vLLM's own server with the model."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "8",
+    ]  # fmt: skip
+    log = (folder / "vllm.log").open("w")
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_DEADLINE_S
+    try:
+        while not is_ready(url):
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "vllm.log").read_text()[-4000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.close()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_server_scores_the_actions(model: Path, kind: str) -> None:
-    if SERVED is not None and kind != "vllm":
+async def test_server_scores_the_actions(model: Path, kind: str, tmp_path: Path) -> None:
+    if WITH_VLLM and kind != "vllm":
         pytest.skip("the server is vLLM")
-    folder = Path(os.environ["SLIPSTREAM_TEACHER_MODEL"]) if SERVED is not None else model
-    with server(folder) as (url, served):
-        config = run_config({"url": SERVED or url, "server": kind}, loss="forward_kl", top_k=TOP_K)
-        playing = await open_player(config, folder)
+    with server(model) as (url, served), vllm_server(model, tmp_path) if WITH_VLLM else nullcontext(url) as asked:
+        config = run_config({"url": asked, "server": kind}, loss="forward_kl", top_k=TOP_K)
+        playing = await open_player(config, model)
         for trajectory in await playing.play("train", 0, samples=3):
             logprobs, top = expected(served, trajectory)
             np.testing.assert_allclose(np.frombuffer(trajectory.teacher_logprobs, "<f4"), logprobs, atol=1e-5)
@@ -219,7 +254,8 @@ async def test_server_with_other_tokens_is_refused_by_name(model: Path) -> None:
 
 
 def prompt_of(trajectory: m.Trajectory) -> list[int]:
-    return np.frombuffer(trajectory.teacher_prompt, dtype=m.TOKEN_DTYPE).tolist()
+    token_ids: list[int] = np.frombuffer(trajectory.teacher_prompt, dtype=m.TOKEN_DTYPE).tolist()
+    return token_ids
 
 
 async def test_context_has_the_reference(model: Path) -> None:
@@ -235,15 +271,15 @@ async def test_context_has_the_solution_of_another_answer(model: Path) -> None:
     assert [prompt_of(each) for each in found] == [[], ids("2112r"), ids("2112r")]
 
 
-async def test_context_has_feedback_of_rewards(model: Path) -> None:
+async def test_context_has_feedback_of_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config({"context": "{prompt}{feedback}"}, loss="reverse_kl")
     playing = await open_player(config, model)
-    (reward,) = playing.scorer.runner.rewards.values()
 
     def said(answer: str, reference: str, info: Mapping[str, Any]) -> Score:
         return Score(float(answer == reference), feedback="" if answer == reference else "+")
 
-    playing.scorer.runner.rewards = {reward.name: replace(reward, function=said)}
+    (reward,) = playing.scorer.runner.rewards.values()
+    monkeypatch.setattr(playing.scorer.runner, "rewards", {reward.name: replace(reward, function=said)})
     found = await playing.play("train", 0, samples=3)
     assert [prompt_of(each) for each in found] == [[], ids("12r+"), ids("12r+")]
 
