@@ -18,6 +18,10 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.cli import at_least
 
 OURS, LEAN, PLAIN, TRL = "slipstream", "slipstream, lean", "plain loop", "TRL"
+SHARED, ALONE = "prompts shared", "each answer alone"
+SHARING = {"speed": Goal(">=", 4.0), "share": Goal(">=", 0.9)}
+"""Of a group of answers whose prompt is computed once: speed over that of each answer with its own copy, and its share
+of the ratio of computed tokens."""
 SPEEDUP = {OURS: Goal(">=", 1.7), LEAN: Goal(">=", 1.0)}
 """Of the speed, over that of the plain loop."""
 MEMORY = {OURS: Goal("<", 2.3), LEAN: Goal("<", 1.5)}
@@ -26,9 +30,10 @@ TRL_PYTHON = Path(".trl/bin/python")
 MODEL = qwen3(vocabulary=32_768, hidden=384, layers=6, heads=6, kv_heads=2, intermediate_size=1024)
 LEAN_BUDGET = 1024
 LR = 1e-6
+KEPT = ("step_s", "cpu_s", "process_bytes")
 
 Results = Mapping[str, Sequence[Mapping[str, float]]]
-"""`step_s` and `process_bytes` of each round, by loop."""
+"""`step_s`, `cpu_s` and `process_bytes` of each round, by loop."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--answers", type=positive, default=64, help="of a step")
     add("--tokens", type=positive, default=16_414, help="of all answers together")
     add("--token-budget", type=positive, default=2048, help="of a micro-batch")
+    add("--prompt", type=positive, default=1024, help="tokens of the prompt of a group of answers")
+    add("--group", type=positive, default=8, help="answers to that prompt")
+    add("--answer", type=positive, default=128, help="tokens of each of them")
     add("--threads", type=positive, default=2, help="of each loop")
     add("--rounds", type=positive, default=3, help="processes for each figure")
     add_trl_option(parser)
@@ -52,23 +60,31 @@ def add_trl_option(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     """Measures and shows all figures. Raises: ConfigError without `--trl-python`'s file, SlipstreamError."""
     lengths = answer_lengths(options.answers, options.tokens)
-    loops = [OURS, LEAN, PLAIN] + ([TRL] if has_trl(options) else [])
+    loops = [OURS, LEAN, PLAIN, SHARED, ALONE] + ([TRL] if has_trl(options) else [])
     results: dict[str, list[Mapping[str, float]]] = {loop: [] for loop in loops}
     with Workers.start() as workers:
         model = write_model(MODEL, workers.folder / "model", dtype="float32")
         budget, threads = options.token_budget, options.threads
         usual = Case(model=str(model), lengths=lengths, token_budget=budget, threads=threads, keep_freed=True)
         lean = replace(usual, token_budget=LEAN_BUDGET, logits_bytes=0, checkpointing="full", keep_freed=False)
-        cases = {OURS: usual, LEAN: lean}
+        grouped = [options.prompt + options.answer] * options.group
+        shared = replace(usual, lengths=grouped, prompt=options.prompt, group=options.group)
+        cases = {OURS: usual, LEAN: lean, SHARED: shared, ALONE: replace(shared, shares_prefixes=False)}
+        saving = 0.0
         for loop in interleave(options.rounds, loops):
             if loop in cases:
-                result = asdict(run_case(workers, cases[loop], ranks=1))
+                measured = run_case(workers, cases[loop], ranks=1)
+                result = asdict(measured)
+                saving = max(saving, measured.figures["prefix_saving"])
             else:
                 python = Path(sys.executable) if loop == PLAIN else options.trl_python
                 result = run_loop(workers, python, "plain" if loop == PLAIN else "trl", workers.folder, _task(usual))
-            results[loop].append({name: result[name] for name in ("step_s", "process_bytes")})
+            results[loop].append({name: result[name] for name in KEPT if name in result})
             print(f"{loop}: {result['step_s']:.2f} s", flush=True)
-    figures.show(*figures_of(results, sum(lengths) - len(lengths)))
+    figures.show(
+        *figures_of({loop: results[loop] for loop in loops if loop not in (SHARED, ALONE)}, sum(lengths) - len(lengths))
+    )
+    figures.show(*sharing_figures(results, sum(grouped) - len(grouped), saving))
     return {"results": results, "lengths": lengths}
 
 
@@ -120,3 +136,18 @@ def figures_of(results: Results, tokens: int) -> Iterator[Figure]:
             yield Figure("  speed by that of the plain loop", speeds[loop] / speeds[PLAIN], "", SPEEDUP.get(loop))
         memory = median(each["process_bytes"] for each in rounds)
         yield Figure("  peak memory of the process", memory / 1e9, "GB", MEMORY.get(loop))
+
+
+def sharing_figures(results: Results, tokens: int, saving: float) -> Iterator[Figure]:
+    """Speed in input tokens of the sequences, prompts included, and over that of each sequence alone, by CPU time.
+
+    Args:
+        saving: share of the tokens that is not computed again.
+    """
+    for loop in (SHARED, ALONE):
+        yield Figure(loop, tokens / median(each["step_s"] for each in results[loop]), "tokens/s")
+    shared, alone = (median(each["cpu_s"] for each in results[loop]) for loop in (SHARED, ALONE))
+    yield Figure("  speed by that of each answer alone", alone / shared, "", SHARING["speed"])
+    yield Figure("  share of the ratio of computed tokens", alone / shared * (1 - saving), "", SHARING["share"])
+    for loop in (SHARED, ALONE):
+        yield Figure(f"  peak memory, {loop}", median(each["process_bytes"] for each in results[loop]) / 1e9, "GB")

@@ -9,13 +9,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.workers import Workers, free_port
@@ -24,8 +25,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.learner.cli import end_process
-from slipstream.learner.data.balance import SequenceCost, Work, balance_groups
-from slipstream.learner.data.buffer_feed import StepData, build_step
+from slipstream.learner.data.balance import SequenceCost, balance_groups
+from slipstream.learner.data.buffer_feed import StepData, build_step, group_works
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.trainers.rl.parts import build_train_step
@@ -43,6 +45,12 @@ class Case:
     """Folder with its weights."""
     lengths: list[int]
     """Tokens of the step's sequences, on all ranks together."""
+    prompt: int = 1
+    """The first tokens of each sequence, which are not trained on."""
+    group: int = 1
+    """Consecutive sequences with the same prompt."""
+    shares_prefixes: bool = True
+    """False: each sequence is computed alone, as if their prompts were different."""
     token_budget: int
     dtype: str = "float32"
     checkpointing: Checkpointing = "none"
@@ -69,9 +77,9 @@ class Case:
                     "dtype": self.dtype,
                     "lora": None if self.lora_rank is None else {"rank": self.lora_rank},
                 },
-                "rollout": {"group_size": 1},
+                "rollout": {"group_size": self.group},
                 "learner": {
-                    "groups_per_step": len(self.lengths),
+                    "groups_per_step": len(self.lengths) // self.group,
                     "token_budget": self.token_budget,
                     "logits_bytes": self.logits_bytes,
                     "advantage": "reinforce_plus_plus",
@@ -90,6 +98,8 @@ class Result:
 
     step_s: float
     """Median."""
+    cpu_s: float
+    """CPU time of a step, of all threads; median."""
     peak_bytes: float
     """Of tensors on a GPU; on a CPU of resident memory, less that before the model was loaded."""
     process_bytes: float
@@ -161,17 +171,21 @@ def _measure(folder: Path) -> None:
     before = _resident_bytes("VmRSS")
     train_step = build_train_step(config, Path(case.model), world)
     cost = SequenceCost.of_model(Path(case.model))
-    data = [step_data(lengths, config, cost, world) for lengths in ([8] * len(case.lengths), case.lengths)]
+    short = replace(case, lengths=[8] * len(case.lengths), prompt=1)
+    sharing = train_step.sharing if case.shares_prefixes else None
+    data = [step_data(each, config, cost, world, sharing) for each in (short, case)]
     train_step.run(data[0], unpublished_steps=0)
     _reset_peak(world.device)
-    durations_s, figures = [], dict[str, float]()
+    durations_s, cpu_s, figures = [], [], dict[str, float]()
     for _ in range(case.steps):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         figures = train_step.run(data[1], unpublished_steps=0)
         durations_s.append(time.perf_counter() - began)
+        cpu_s.append(time.process_time() - cpu_began)
     on_gpu = world.device.type == "cuda"
     result = Result(
         step_s=median(durations_s),
+        cpu_s=median(cpu_s),
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else _resident_bytes("VmHWM") - before,
         process_bytes=_resident_bytes("VmHWM"),
         tokens=sum(case.lengths),
@@ -185,16 +199,21 @@ def _measure(folder: Path) -> None:
     leave_world()
 
 
-def step_data(lengths: Sequence[int], config: RunConfig, cost: SequenceCost, world: World) -> StepData:
+def step_data(
+    case: Case, config: RunConfig, cost: SequenceCost, world: World, sharing: PrefixSharing | None = None
+) -> StepData:
     """This rank's sequences, shared out as the feed does."""
     rng = np.random.default_rng(0)
     learner, model = config.learner, config.model.path
     assert model is not None, "a case has a model"
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    groups = [_group(rng.integers(4, vocabulary, length), number) for number, length in enumerate(lengths)]
-    shares, plan = balance_groups(
-        [[Work.of_length(length - 1)] for length in lengths], world.size, budget=learner.token_budget, cost=cost
-    )
+    groups = []
+    for first in range(0, len(case.lengths), case.group):
+        prompt = rng.integers(4, vocabulary, case.prompt)
+        answers = [rng.integers(4, vocabulary, n - case.prompt) for n in case.lengths[first : first + case.group]]
+        groups.append(_group(prompt, answers, first))
+    works = [group_works(group, sharing, token_budget=learner.token_budget) for group in groups]
+    shares, plan = balance_groups(works, world.size, budget=learner.token_budget, cost=cost)
     return build_step(
         [[(groups[index], 1.0) for index in shares[world.rank]]],
         algorithms=config.algorithms,
@@ -202,21 +221,27 @@ def step_data(lengths: Sequence[int], config: RunConfig, cost: SequenceCost, wor
         step=1,
         consuming_version=0,
         plans=[plan] if world.size > 1 else None,
+        sharing=sharing,
     )
 
 
-def _group(tokens: Any, number: int) -> m.Group:
-    mask = (np.arange(len(tokens)) > 0).astype(m.MASK_DTYPE)
-    trajectory = m.Trajectory(
-        token_ids=tokens.astype(m.TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
-        behaviour_logprobs=(-10.0 * mask).astype(m.LOGPROB_DTYPE).tobytes(),
-        spans=[m.VersionSpan(version=0, start=1, end=len(tokens))],
-        reward=float(number % 2),
-        scores={},
-        finish_reason="length",
-    )
-    return m.Group(id=str(number), kind=m.TRAIN, epoch=0, indices=[number], trajectories=[trajectory])
+def _group(prompt: NDArray[Any], answers: Sequence[NDArray[Any]], number: int) -> m.Group:
+    trajectories = []
+    for episode, answer in enumerate(answers):
+        tokens = np.concatenate([prompt, answer])
+        mask = (np.arange(len(tokens)) >= len(prompt)).astype(m.MASK_DTYPE)
+        trajectory = m.Trajectory(
+            token_ids=tokens.astype(m.TOKEN_DTYPE).tobytes(),
+            action_mask=mask.tobytes(),
+            behaviour_logprobs=(-10.0 * mask).astype(m.LOGPROB_DTYPE).tobytes(),
+            spans=[m.VersionSpan(version=0, start=len(prompt), end=len(tokens))],
+            reward=float((number + episode) % 2),
+            scores={},
+            finish_reason="length",
+            episode=episode,
+        )
+        trajectories.append(trajectory)
+    return m.Group(id=str(number), kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories)
 
 
 def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

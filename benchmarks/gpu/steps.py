@@ -60,8 +60,8 @@ def steps(model: str, checkpointing: Checkpointing, lora_rank: str, *lengths: st
 
 def _measure(name: str, case: Case, train_step: TrainStep, world: World, speed: float) -> dict[str, Any]:
     config, cost, length = case.config(WORK), SequenceCost.of_model(Path(case.model)), case.lengths[0]
-    data = step_data(case.lengths, config, cost, world)
-    first = step_data([length], config, cost, world)
+    data = step_data(case, config, cost, world)
+    first = step_data(replace(case, lengths=[length]), config, cost, world)
     train_step.run(first, unpublished_steps=0)  # compiles, plans, fills the optimizer's state
     if CUDA:
         torch.cuda.reset_peak_memory_stats()

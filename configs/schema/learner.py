@@ -319,7 +319,7 @@ class LearnerConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates per step, each on an equal share of the groups."""
     token_budget: int = Field(default=16384, ge=8)
-    """Maximal tokens of one packed micro-batch."""
+    """Maximal tokens of one packed micro-batch; those of a prefix that sequences share count once."""
     logits_bytes: int = Field(default=1 << 29, ge=0)
     """Most memory for the logits of a micro-batch, which are kept for its backward pass; those of a larger one are
     computed a second time."""

@@ -194,8 +194,12 @@ STEP: Final = (
     _metric("actions", "actions", "actions trained on"),
     _metric("tokens", "tokens", "input tokens trained on, prompts included", verl="perf/total_num_tokens"),
     _metric("answers", "episodes", "episodes trained on"),
-    _metric("prefix_saving", "", "share of them that was not computed again, because sequences share prefixes"),
-    _metric("flops", "FLOP", "forward and backward passes over them, by the model's shape (`learner/models/flops.py`)"),
+    _metric("prefix_saving", "0–1", "share of `tokens` that is not computed again, because sequences share prefixes"),
+    _metric(
+        "flops",
+        "FLOP",
+        "forward and backward passes over those computed, by the model's shape (`learner/models/flops.py`)",
+    ),
     _metric(
         "mfu",
         "0–1",

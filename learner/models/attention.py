@@ -18,6 +18,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.data.prefix_tree import PrefixTree
 from slipstream.learner.models.attention_kernels import ANY, Call, Choice, Machine, choose, flex, varlen
@@ -28,6 +29,8 @@ log = get_log("learner.model")
 
 NAME = "segments"
 FLASH = ("flash_attention_2", "flash_attention_3")
+
+NO_TREES = "only flex attention computes trees of shared prefixes on a GPU as fast as sequences; each is computed alone"
 
 SCORES_AT_ONCE = 2**24
 """Soft-capped scores of so many pairs of query and key are in memory at a time, some copies of them in fp32."""
@@ -154,8 +157,10 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     segment_lengths, window = _limits(attention_mask, segment_lengths, tree)
     kernel = _Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, s_aux)
     if tree is not None:
+        if query.device.type != "cpu":
+            raise ConfigError(NO_TREES)
         is_plain = softcap is None and s_aux is None and not dropout and (window is None or tree.height <= window)
-        if is_plain and query.device.type == "cpu":
+        if is_plain:
             return tree_attention(query, key, value, tree, kernel.scaling), None
         return kernel.by_paths(query, key, value, tree, window, softcap), None
     pieces = []
@@ -268,20 +273,23 @@ class _Kernel:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention of the queries of the last tokens, for blocks of `rows`; scores are recomputed backward."""
+        """Attention of the queries of the last tokens, for blocks of `rows`; capped scores are recomputed backward."""
         length, before = query_NHQD.shape[2], key_NHKD.shape[2] - query_NHQD.shape[2]
         blocks = []
         for start in range(0, length, rows):
             end = min(start + rows, length)
             first = 0 if window is None else max(0, before + start + 1 - window)
-            out_NHQV = checkpoint(
-                partial(self._block, offset=before + start - first, window=window, softcap=softcap),
+            states = (
                 query_NHQD[:, :, start:end],
                 key_NHKD[:, :, first : before + end],
                 value_NHKV[:, :, first : before + end],
-                use_reentrant=False,
-                preserve_rng_state=self.dropout > 0,
             )
+            offset = before + start - first
+            if softcap is None:
+                out_NHQV = self._sdpa(*states, _visible(states[0], states[1], offset, window))
+            else:
+                block = partial(self._block, offset=offset, window=window, softcap=softcap)
+                out_NHQV = checkpoint(block, *states, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             blocks.append(out_NHQV)
         return torch.cat(blocks, dim=2)
 
@@ -293,17 +301,14 @@ class _Kernel:
         *,
         offset: int,
         window: int | None,
-        softcap: float | None,
+        softcap: float,
     ) -> Tensor:
         """Attention of queries from all scores. Query i may see the keys up to i + `offset`, `window` of them."""
         exact = torch.promote_types(query_NHQD.dtype, torch.float32)
         key_NHKD, value_NHKV = (_repeated(states, query_NHQD.shape[1]) for states in (key_NHKD, value_NHKV))
         scores_NHQK = (query_NHQD @ key_NHKD.transpose(2, 3)).to(exact) * self.scaling
-        if softcap is not None:
-            scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
-        visible_QK = torch.ones(scores_NHQK.shape[2:], dtype=torch.bool, device=query_NHQD.device).tril(offset)
-        if window is not None:
-            visible_QK = visible_QK.triu(offset + 1 - window)
+        scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
+        visible_QK = _visible(query_NHQD, key_NHKD, offset, window)
         scores_NHQK = scores_NHQK.masked_fill(~visible_QK, float("-inf"))
         if self.sinks_H is not None:
             sinks_NHQ1 = self.sinks_H.to(exact)[None, :, None, None].expand(*scores_NHQK.shape[:3], 1)
@@ -344,6 +349,13 @@ class _Kernel:
             enable_gqa=query_NHQD.shape[1] != key_NHKD.shape[1],
         )
         return out_NHQV[:, :, skipped:, :size]
+
+
+def _visible(query_NHQD: Tensor, key_NHKD: Tensor, offset: int, window: int | None) -> Tensor:
+    """Mask by which query i sees the keys up to i + `offset`, `window` of them."""
+    shape = (query_NHQD.shape[2], key_NHKD.shape[2])
+    visible_QK = torch.ones(shape, dtype=torch.bool, device=query_NHQD.device).tril(offset)
+    return visible_QK if window is None else visible_QK.triu(offset + 1 - window)
 
 
 def _repeated(states_NhLD: Tensor, heads: int) -> Tensor:

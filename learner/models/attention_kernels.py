@@ -263,15 +263,16 @@ def block_mask(tree: PrefixTree, window: int | None, device: torch.device) -> Bl
         seen_GG &= position_GB.min(1)[:, None] - position_GB.max(1) < window
         whole_GG &= position_GB.max(1)[:, None] - position_GB.min(1) < window
     tables = (*_block_table(seen_GG & ~whole_GG), *_block_table(whole_GG))
-    until_T, at_T, part_counts, parts, whole_counts, wholes = (
-        moved(torch.from_numpy(each), device) for each in (seen_until_T, position_T, *tables)
+    size = (len(position_T), len(position_T))
+    # The window in a tensor: with dynamic shapes a number becomes a symbol, and another kernel is compiled without one.
+    first_T = position_T - (size[0] if window is None else window) + 1
+    until_T, at_T, from_T, part_counts, parts, whole_counts, wholes = (
+        moved(torch.from_numpy(each), device) for each in (seen_until_T, position_T, first_T, *tables)
     )
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen: Tensor = (key <= query) & (query < until_T[key])
-        return seen if window is None else seen & (at_T[query] - at_T[key] < window)
+        return (key <= query) & (query < until_T[key]) & (at_T[key] >= from_T[query])
 
-    size = (len(seen_until_T), len(seen_until_T))
     mask: BlockMask = BlockMask.from_kv_blocks(
         part_counts, parts, whole_counts, wholes, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
     )

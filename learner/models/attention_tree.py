@@ -115,7 +115,8 @@ class _TreeAttention(torch.autograd.Function):
 def _nodes(states_1HTD: Tensor, tokens: slice, part: _Part) -> Tensor:
     """A view of some tokens, [N, H, L, D]."""
     chosen_HTD = states_1HTD[0, :, tokens]
-    return chosen_HTD.unflatten(1, (max(1, part.nodes), -1)).transpose(0, 1)
+    of_nodes: Tensor = chosen_HTD.unflatten(1, (max(1, part.nodes), -1))
+    return of_nodes.transpose(0, 1)
 
 
 def _like(states_1HTD: Tensor, dtype: torch.dtype) -> Tensor:

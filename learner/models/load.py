@@ -27,7 +27,13 @@ from slipstream.learner.models.layers import (
 )
 from slipstream.learner.models.lora import add_adapters, init_adapters, target_names
 from slipstream.learner.models.moe import prepare_experts, routers
-from slipstream.learner.models.packing_check import TOLERANCE, as_config_error, check_packing, prefix_error
+from slipstream.learner.models.packing_check import (
+    TOLERANCE,
+    as_config_error,
+    check_packing,
+    prefix_error,
+    prefix_gradient_error,
+)
 from slipstream.learner.models.prefix_sharing import WITHOUT_TREES, least_tokens, share_prefixes_of
 from slipstream.learner.models.recurrent import separate_sequences
 from slipstream.learner.models.scoring import check_head, score_share
@@ -157,14 +163,20 @@ def _may_share(
     context: ContextParallel | None,
 ) -> bool:
     """True if the model computes the same where sequences share prefixes; a collective, the same on all ranks."""
+    name = type(decoder).__name__
     try:
-        error = prefix_error(decoder, run, device=world.device, context=context)
-        reason = None if error <= TOLERANCE[options.dtype] else f"hidden states are off by {error:.1%}"
+        with as_config_error(name):
+            errors = {
+                "hidden states": prefix_error(decoder, run, device=world.device, context=context),
+                "gradients": prefix_gradient_error(decoder.config, dtype=options.dtype, device=world.device),
+            }
+        off = [f"{what} are off by {by:.1%}" for what, by in errors.items() if not by <= TOLERANCE[options.dtype]]
+        reason = off[0] if off else None
     except ConfigError as problem:
         reason = str(problem)
     reasons = [found for found in world.gather(reason) if found is not None]
     if reasons and world.is_root:
-        log.info("sequences do not share prefixes", model=type(decoder).__name__, reason=reasons[0])
+        log.info("sequences do not share prefixes", model=name, reason=reasons[0])
     return not reasons
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
@@ -94,8 +95,6 @@ def prefix_error(
     """Mean relative error of hidden states where sequences share prefixes, over those without; a collective.
 
     Arguments, and attention windows: as of `check_packing`.
-
-    Raises: ConfigError when the model fails.
     """
     sequences = [all_actions(tokens) for tokens in _branching(decoder.config.vocab_size)]
     budget = sum(len(sequence.token_ids) for sequence in sequences)
@@ -103,7 +102,7 @@ def prefix_error(
     placed_N = np.concatenate(build_tree([sequence.token_ids[:-1] for sequence in sequences]).positions)
     first_N = torch.from_numpy(np.unique(placed_N, return_index=True)[1]).to(device)
     layer = _first_layer_of_last_kind(decoder)
-    with as_config_error(type(decoder).__name__), _narrow_windows(decoder):
+    with _narrow_windows(decoder):
         with recorded_experts(decoder) as experts:
             alone_ND = _hidden_states(layer, run, alone.to(device))[first_N]
         for chosen_1NMK in experts:
@@ -111,6 +110,38 @@ def prefix_error(
         with replayed_experts(decoder):
             shared_ND = _hidden_states(layer, run, shared.to(device).split(context))
     return _mean_error(shared_ND, alone_ND, context)
+
+
+def prefix_gradient_error(config: Any, *, dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of the gradients of a model's attention where sequences share prefixes, over those without.
+
+    Args:
+        config: of the decoder.
+    """
+    inputs = [tokens[:-1] for tokens in _branching(1 << 20)]
+    tree, positions = build_tree(inputs)
+    at_N = torch.from_numpy(np.concatenate(positions)).to(device)
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+
+    def random(count: int, tokens: int) -> Tensor:
+        return torch.randn(1, tokens, count, size, generator=generator).to(device, dtype)
+
+    states = [
+        random(count, sum(tree.lengths)).transpose(1, 2).requires_grad_() for count in (heads, key_heads, key_heads)
+    ]
+    direction_1NHD = random(heads, len(at_N))
+    attend: Any = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    alone_1NHD, _ = attend(
+        nn.Identity(), *(each[:, :, at_N] for each in states), None, segment_lengths=tuple(map(len, inputs))
+    )
+    shared_1THD, _ = attend(nn.Identity(), *states, None, segment_lengths=tree.lengths, tree=tree)
+    expected = torch.autograd.grad(alone_1NHD, states, direction_1NHD)
+    found = torch.autograd.grad(shared_1THD[:, at_N], states, direction_1NHD)
+    errors = [(own - other).norm() / other.norm() for own, other in zip(found, expected, strict=True)]
+    return float(torch.stack(errors).max())
 
 
 def _branching(vocabulary: int) -> list[NDArray[np.int64]]:

@@ -235,14 +235,19 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    train_step: TrainStep, folder: Path, steps: Sequence[int], cost: SequenceCost | None = None
+    train_step: TrainStep,
+    folder: Path,
+    steps: Sequence[int],
+    cost: SequenceCost | None = None,
+    *,
+    shares: bool = True,
 ) -> list[dict[str, float]]:
     """Trains on recorded steps, shared out by cost where one is given; returns the metrics of each, over all ranks.
 
-    Several ranks compute shared prefixes once, and a single one computes each sequence alone: they must be equal.
+    Several ranks compute shared prefixes once where `shares`, and a single one computes each sequence alone.
     """
     figures, world = [], train_step.world
-    sharing = PrefixSharing(1) if world.size > 1 and train_step.sharing is not None else None
+    sharing = PrefixSharing(1) if shares and world.size > 1 and train_step.sharing is not None else None
     for step in steps:
         data = recorded_step(
             folder, step, train_step, rank=world.data_rank, world_size=world.data_size, cost=cost, sharing=sharing

@@ -105,13 +105,11 @@ def test_compiled_flex_attention_equals_masked_attention(softcap: float | None) 
     caching, _ = create_selective_checkpoint_contexts([])
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    for lengths, window in zip(LONG, [None, None, 100, 300, 3], strict=True):
-        query, key, value = (each.float() for each in random_states(lengths, heads=4, key_heads=2))
+    for tree, window in zip(TREES, [None, None, 100, 300, 3, None, 100], strict=True):
+        query, key, value = (each.float() for each in random_states(tree.lengths, heads=4, key_heads=2))
         with caching:
-            found = attended(
-                query, key, value, PrefixTree.of_sequences(lengths), window=window, scaling=0.3, softcap=softcap
-            )
-        torch.testing.assert_close(found, masked_attention(query, key, value, lengths, 0.3, window, softcap))
+            found = attended(query, key, value, tree, window=window, scaling=0.3, softcap=softcap)
+        torch.testing.assert_close(found, masked_attention(query, key, value, tree, 0.3, window, softcap))
     assert graphs["unique_graphs"] - before <= 1, "compiled again for other lengths"
 
 

@@ -19,9 +19,12 @@ from transformers import (
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.data.prefix_tree import PrefixTree
 from slipstream.learner.models import attention
+from slipstream.learner.models.attention_tree import tree_attention
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.moe import routers
+from slipstream.learner.models.prefix_sharing import common_sharing
 from slipstream.learner.parallel.mesh import World
 from tests.contract.families import write_family
 from tests.learner.recorded import options_of, run_config
@@ -85,6 +88,20 @@ def test_attention_that_ignores_a_wide_window_is_refused(
     monkeypatch.setattr(attention, "segments_mask", lambda **_: None)
     with pytest.raises(ConfigError, match=r"Qwen2MoeModel .*packed"):
         load(config, world, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_whose_attention_is_off_shares_no_prefixes(
+    dtype: str, world: World, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert common_sharing([load(make_config(), world, dtype)]) is not None
+    exact = tree_attention
+
+    def without_ancestors(query: Any, key: Any, value: Any, tree: PrefixTree, scaling: float) -> Any:
+        return exact(query, key, value, PrefixTree.of_sequences(tree.lengths), scaling)
+
+    monkeypatch.setattr(attention, "tree_attention", without_ancestors)
+    assert common_sharing([load(make_config(), world, dtype)]) is None
 
 
 @pytest.mark.parametrize(("family", "seed"), [("gpt-oss", 12), ("DeepSeek-V3", 18)])

@@ -82,7 +82,7 @@ def shared_rows(folder: Path, config: RunConfig, world: World) -> Results:
 def hsdp(folder: Path, config: RunConfig, world: World) -> Results:
     """Trains, saves a checkpoint and a snapshot."""
     train_step = build_train_step(config, world)
-    figures = train(train_step, folder / "groups", range(STEPS))
+    figures = train(train_step, folder / "groups", range(STEPS), shares=False)
     open_checkpoints(folder / "hsdp", world, keep=1)
     save_checkpoint(folder / "hsdp", train_step.trained, TrainState(step=STEPS), world, keep=1)
     taker = SnapshotTaker(train_step.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
@@ -104,7 +104,7 @@ def resume(folder: Path, config: RunConfig, world: World) -> Results:
             open_checkpoints(background, world, keep=1)
             state = TrainState(step=STEPS)
             writing = BackgroundCheckpoint(background, train_step.trained, state, world, keep=1, group=group)
-        found[saved] = train(train_step, folder / "groups", [STEPS])
+        found[saved] = train(train_step, folder / "groups", [STEPS], shares=False)
         if writing is not None:
             writing.finish()
     return found
@@ -115,7 +115,8 @@ def load_large(folder: Path, config: RunConfig, world: World) -> Results:
     peaks: list[int] = []
     build_train_step(config, world)  # torch and transformers import much at the first use
     # Forward passes, such as those of the checks, gather some layers at a time, or the head.
-    with peak_of_private_bytes(peaks), patch.object(load, "check_packing"), patch.object(load, "check_head"):
+    checks = [patch.object(load, name) for name in ("check_packing", "check_head", "_may_share")]
+    with peak_of_private_bytes(peaks), checks[0], checks[1], checks[2]:
         model = load_model(folder / LARGE, ModelOptions(dtype=torch.float32, attention="segments"), world)
     taker = SnapshotTaker(model, dtype=torch.bfloat16, bucket_bytes=1 << 20, device=world.device)
     with peak_of_private_bytes(peaks):
