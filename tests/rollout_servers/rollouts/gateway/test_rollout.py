@@ -101,6 +101,7 @@ THINKS = "<think>\nHm.\n</think>\n\nIt is 42.<|im_end|>"
 
 async def by_chat(task: Task, endpoint: AgentEndpoint, *, stream: bool) -> float:
     messages: list[Any] = [*task.prompt]
+    message: Any = None
     async with client(endpoint) as model:
         for _ in range(3):
             options: dict[str, Any] = {"model": endpoint.model, "messages": messages, "tools": [SCHEMA]}
