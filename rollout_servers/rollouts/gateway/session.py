@@ -349,8 +349,8 @@ class Session:
         if self.state in (State.FAILED, State.VOID):
             raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
         if self._place(reward) is None:
-            what = reward.completion_id or reward.agent
-            raise CallRefused(f"the session has no answer {what!r}", status=404, code="unknown_completion")
+            of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
+            raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
         self._rewards[reward.completion_id, reward.agent] = reward
         self.rewarded.set()
 
