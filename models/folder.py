@@ -61,10 +61,10 @@ def initial_model(config: RunConfig) -> Path:
         return model_folder("model.path", config.model.path, config.model.revision)
     # Imported here: it loads the library `tokenizers`, which most processes do not need.
     from slipstream.models.digits import DIGITS
-    from slipstream.models.tiny import TEXT, VISION, build_model
+    from slipstream.models.tiny import CALLS, TEXT, VISION, build_model
 
     folder = config.paths.initial_model
-    kinds = {kind.name: kind for kind in (DIGITS, TEXT, VISION)}
+    kinds = {kind.name: kind for kind in (CALLS, DIGITS, TEXT, VISION)}
     build_model(folder, kinds[config.model.build or DIGITS.name], seed=config.run.seed)
     return folder
 

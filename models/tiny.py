@@ -81,6 +81,24 @@ TEXT = TinyModel(
 )
 """Printable ASCII, and a chat template of ChatML with tools."""
 
+_CALL, _CALL_END = '<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>'
+CALLS: Final = TinyModel(
+    name="calls",
+    # The letters are those of the dialogue by which a rollout server checks a chat template.
+    tokens=(PAD, *"0123456789=", *"AFSTcdehinorstw.?", _CALL, _CALL_END, "<eos>"),
+    special=(PAD, "<eos>"),
+    context=256,
+    rope_theta=100.0,
+    tied=False,
+    chat_template=(
+        "{% for message in messages %}{{ message['content'] }}"
+        "{% for call in message['tool_calls'] or [] %}"
+        f"{{{{ '{_CALL}' + call['function']['arguments']['key'] + '{_CALL_END}' }}}}{{% endfor %}}"
+        "{{ '=' if message['role'] == 'tool' else '<eos>' if message['role'] == 'assistant' else '' }}{% endfor %}"
+    ),
+)
+"""Digits and, in two tokens around a key, the call of a tool `lookup`: a chat model that learns to call in minutes."""
+
 _VISION_TOKENS: Final = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -248,11 +266,13 @@ def _vision_config(kind: TinyModel) -> dict[str, Any]:
 
 
 def _tokenizer(kind: TinyModel) -> Tokenizer:
-    """One token per character; an unknown character raises, because there is no `<unk>`."""
+    """One token per character, but for longer tokens; an unknown character raises, because there is no `<unk>`."""
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(kind.tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in kind.special])
+    longer = [token for token in kind.tokens if len(token) > 1 and token not in kind.special]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in longer])
     return tokenizer
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from slipstream.configs import RunConfig
 from slipstream.configs.registry import code_fingerprint
 from slipstream.configs.schema.run import ENV_SCORE, EnvConfig, RewardConfig
-from slipstream.env.base import Env, gives_rewards
+from slipstream.env.base import Env, gives_rewards, runs_agents
 from slipstream.env.registry import ENVS, TOOLS
 from slipstream.rewards.registry import REWARDS
 
@@ -61,6 +61,10 @@ def env_problems(config: RunConfig, env: Env) -> list[str]:
         problems.append(
             f"rollout.overlong.cache_tokens={overlong.cache_tokens} is more than rollout.sampling.max_tokens={most}, "
             f"and episodes of env {name!r} have one answer; lower it"
+        )
+    if config.rollout.skip_long_prompts and runs_agents(env):
+        problems.append(
+            f"rollout.skip_long_prompts: env {name!r} runs agents, which make the prompts themselves; leave it out"
         )
     if gives_rewards(env) and any(term.name == ENV_SCORE for term in config.rewards):
         problems.append(

@@ -214,6 +214,8 @@ class RolloutServer:
         yield Reading("server_groups", "groups to train on that were played", self._activity.groups, counts=True)
         yield Reading("server_weight_updates", "updates of the weights", self._follower.updates, counts=True)
         yield Reading("server_stall_seconds", "pauses of generation in them", self._follower.stalls_s, counts=True)
+        if self._player.gateway is not None:
+            yield from self._player.gateway.readings()
 
     def leave(self) -> None:
         """Takes no further tickets; `run` returns once the groups in work are delivered, or `rollout.notice_s` is over.

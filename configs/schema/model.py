@@ -70,10 +70,11 @@ class ModelConfig(Section):
     cache of the hub's library, or downloads into it."""
     revision: str | None = None
     """Branch, tag or commit of a hub's model; unset: its main branch."""
-    build: Literal["digits", "text", "vision"] | None = None
+    build: Literal["digits", "calls", "text", "vision"] | None = None
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
-    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template with tools; `vision` is
-    a Qwen2.5-VL with small letters, digits and a chat template."""
+    `digits` has the characters of the env `digits`, `calls` digits, calls of a tool `lookup` and a chat template,
+    `text` printable ASCII and a chat template with tools; `vision` is a Qwen2.5-VL with small letters, digits and a
+    chat template."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine and of the learner's forward and backward pass (master weights are float32). `auto`:
     bfloat16 on a GPU or a CPU with AMX, float32 on other CPUs; learner and rollout servers must come to the same."""
@@ -91,7 +92,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is None and self.build is None:
-            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits, text, vision")
+            raise ValueError(
+                "give model.path, the folder or hub name of a model, or model.build: digits, calls, text, vision"
+            )
         if self.path is None and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} is for a model.path of a hub; remove it")
         if self.path is not None and self.build is not None:

@@ -108,8 +108,8 @@ class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
     name: str = "digits"
-    """A built-in (`colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`, `skyrl_gym` or
-    `textarena`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    """A built-in (`agent`, `colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`,
+    `skyrl_gym` or `textarena`), an entry point of group `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
     tools: tuple[ToolConfig, ...] = ()

@@ -32,6 +32,7 @@ class AgentTasks:
     Attributes:
         from_outside: True without an agent to run.
         needs_reward: see `AgentEnv`.
+        labels: of the parts, if the tasks are a mixture.
     """
 
     def __init__(self, tasks: Env, run: RunAgent | None, *, identity: Sequence[Any], needs_reward: bool) -> None:
@@ -41,6 +42,7 @@ class AgentTasks:
         self._identity = identity
         self.from_outside = run is None
         self.needs_reward = needs_reward
+        self.labels: Sequence[str] = getattr(tasks, "labels", ())
 
     def size(self, split: Split) -> int:
         """Number of tasks in the split."""

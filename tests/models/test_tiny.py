@@ -10,7 +10,7 @@ import pytest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.models import tiny
 from slipstream.models.digits import TOKENS, build_digits_model
-from slipstream.models.tiny import TEXT, build_model
+from slipstream.models.tiny import CALLS, TEXT, build_model
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,6 +55,23 @@ def test_tokenizer_has_one_token_per_character(folder: Path) -> None:
     assert all(len(tokenizer.decode([token])) == 1 for token in range(2, 32)), "no id vanishes from an answer"
     with pytest.raises(Exception, match="UNK"):  # tokenizers raises nothing narrower
         tokenizer("12x")
+
+
+def test_calls_model_calls_a_tool_in_three_tokens(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    build_model(tmp_path / "model", CALLS, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"key": "7"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "7="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    written = '<tool_call>{"name": "lookup", "arguments": {"key": "7"}}</tool_call>'
+    assert text == f"7={written}<eos>4="
+    assert len(tokenizer(text).input_ids) == len("7=") + 3 + len("e4=")
 
 
 def test_text_model_has_printable_ascii_and_a_chat_template(tmp_path: Path) -> None:

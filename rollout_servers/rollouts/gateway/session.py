@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
@@ -106,7 +107,8 @@ class Session:
         self._policy = policy
         self._format = format
         self._greedy = greedy
-        self._used_tokens = 0
+        self._used_tokens = self._reserved_tokens = 0
+        self._freed = asyncio.Condition()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._inflight: set[asyncio.Task[Answer]] = set()
 
@@ -170,8 +172,6 @@ class Session:
             self._exhaust("wall", "its time is over (rollout.episode.wall_s, rollout.group_deadline_s)")
         if calls >= most:
             self._exhaust("turns", f"{most} calls were answered (rollout.episode.turns)")
-        if self._room <= 0:
-            self._exhaust("tokens", f"{self._used_tokens} tokens were used (rollout.episode.tokens)")
         if len(self._inflight) >= MOST_INFLIGHT:
             raise CallRefused(f"{MOST_INFLIGHT} calls of the session are running", status=429, code="too_many_calls")
 
@@ -180,9 +180,28 @@ class Session:
         self.limit = self.limit or limit
         raise CallRefused(f"the session's budget is exhausted: {detail}", code="session_budget_exhausted")
 
-    @property
-    def _room(self) -> int:
-        return self._policy.config.episode_tokens - self._used_tokens
+    @asynccontextmanager
+    async def _reserved(self, most: int, *, added: int) -> AsyncIterator[int]:
+        """Room for an answer of at most `most` tokens behind `added` new ones, which waits for other calls' answers.
+
+        Raises: CallRefused when the session's tokens are used up.
+        """
+
+        def room() -> int:
+            return self._policy.config.episode_tokens - self._used_tokens - self._reserved_tokens - added
+
+        async with self._freed:
+            await self._freed.wait_for(lambda: room() >= most or not self._reserved_tokens)
+        if room() <= 0:
+            self._exhaust("tokens", f"{self._used_tokens} tokens were used (rollout.episode.tokens)")
+        most = min(most, room())
+        self._reserved_tokens += most + added
+        try:
+            yield most
+        finally:
+            self._reserved_tokens -= most + added
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _answer(self, call: Call, digests: Sequence[bytes], *, agent: str, trainable: bool) -> Answer:
         parent, start = self.tree.parent(call.messages, digests)
@@ -197,7 +216,10 @@ class Session:
                 messages = call.messages
         except (PromptError, ImageError) as error:
             raise CallRefused(f"the chat template can't render the messages: {error}") from None
-        completion, stopped_by = await self._generate(call, prompt)
+        added = 0 if parent is None else len(context)
+        async with self._reserved(self._most_tokens(call, prompt), added=added) as most:
+            completion, stopped_by = await self._generate(call, prompt, most)
+            self._used_tokens += added + len(completion.token_ids)
         answer, reasoning = self._message(completion, call, stopped_by)
         node = Node(
             id=f"chatcmpl-{secrets.token_hex(12)}",
@@ -212,7 +234,6 @@ class Session:
             images=() if parent is not None else prompt.images,
         )
         self.tree.add(node)
-        self._used_tokens += len(completion.token_ids) + (0 if parent is None else len(context))
         return Answer(node, len(prompt.token_ids), reasoning, stopped_by)
 
     def _rendered(self, call: Call) -> Prompt:
@@ -236,8 +257,8 @@ class Session:
         self._policy.expand(added, ())  # a text may name a placeholder
         return Prompt([*context, *added], parent.path[0].images), added
 
-    async def _generate(self, call: Call, prompt: Prompt) -> tuple[Completion, str | None]:
-        """Raises: CallRefused, EngineError."""
+    def _most_tokens(self, call: Call, prompt: Prompt) -> int:
+        """Tokens that an answer may have but for the session's budget. Raises: CallRefused."""
         config = self._policy.config
         context = config.engine.max_model_len - len(prompt.token_ids)
         if context <= 0 or not prompt.token_ids:
@@ -246,7 +267,10 @@ class Session:
                 f"{config.engine.max_model_len} tokens (rollout.engine.max_model_len)",
                 code="context_length_exceeded",
             )
-        most = min(context, self._room, config.sampling.max_tokens, call.max_tokens or config.sampling.max_tokens)
+        return min(context, config.sampling.max_tokens, call.max_tokens or config.sampling.max_tokens)
+
+    async def _generate(self, call: Call, prompt: Prompt, most: int) -> tuple[Completion, str | None]:
+        """An answer of at most `most` tokens. Raises: CallRefused, EngineError."""
         with self.tally.part() as tokens:
             try:
                 (completion,) = await self._policy.generate(
@@ -325,8 +349,8 @@ class Session:
         if self.state in (State.FAILED, State.VOID):
             raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
         if self._place(reward) is None:
-            what = reward.completion_id or reward.agent
-            raise CallRefused(f"the session has no answer {what!r}", status=404, code="unknown_completion")
+            of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
+            raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
         self._rewards[reward.completion_id, reward.agent] = reward
         self.rewarded.set()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.exposition import Reading
 from slipstream.env.base import Task
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -76,6 +77,12 @@ class Gateway:
         if session is not None:
             self._offers.pop(session).set()
         return session
+
+    def readings(self) -> Iterator[Reading]:
+        """Metrics for Prometheus; read in another thread."""
+        yield Reading("server_gateway_sessions", "episodes that agents play", len(self._sessions))
+        refused = dict(self.refused)
+        yield Reading("server_gateway_refused", "requests of agents that were refused", refused, "code", counts=True)
 
     def session_url(self, session: Session) -> str:
         """The address of a session."""

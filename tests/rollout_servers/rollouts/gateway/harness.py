@@ -9,7 +9,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from slipstream.configs import RunConfig
-from slipstream.env.base import AgentEndpoint, Split, Task
+from slipstream.env.base import AgentEndpoint, Env, Split, Task
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.rollouts.gateway.app import serving
 from slipstream.rollout_servers.rollouts.player import Player
@@ -93,7 +93,7 @@ def run_config(model: Path, **rollout: Any) -> RunConfig:
 
 
 @asynccontextmanager
-async def served(model: Path, engine: Any, env: AgentTask, **rollout: Any) -> AsyncIterator[Player]:
+async def served(model: Path, engine: Any, env: Env, **rollout: Any) -> AsyncIterator[Player]:
     """A player whose gateway serves."""
     config = run_config(model, **rollout)
     player = build_player(config, model, engine, env=env)

@@ -195,8 +195,8 @@ async def test_parameters_that_change_the_policy_are_counted_or_refused(
         async with client(endpoint) as openai:
             for refused in ({"n": 2}, {"logit_bias": {"1": 2}}, {"max_tokens": 0}):
                 with pytest.raises(BadRequestError):
-                    await openai.chat.completions.create(model="any", messages=HELLO, **refused)  # type: ignore[call-overload]
-            answer = await openai.chat.completions.create(
+                    await openai.chat.completions.create(model="any", messages=HELLO, **refused)
+            answer: Any = await openai.chat.completions.create(
                 model="any", messages=HELLO, temperature=0.2, top_p=0.9, seed=3, logprobs=True
             )
             assert [each.id async for each in openai.models.list()] == [endpoint.model]
@@ -313,7 +313,7 @@ async def test_calls_need_the_key_of_an_open_session(model: Path, answers: Calla
             http = Http(endpoint.session_url, "")
             for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/reward", {"reward": 1}), ("", None)):
                 headers = {"authorization": f"Bearer {key}".encode()} if key else {}
-                response = await http.ask(path, body, **headers)  # type: ignore[arg-type]
+                response = await http.ask(path, body, **headers)
                 assert response.status_code == 401
         assert (await Http(endpoint.session_url[:-1] + "x", endpoint.api_key).chat()).status_code == 404
         assert (await Http.of(endpoint).chat()).status_code == 200

@@ -1,5 +1,6 @@
 """Episodes of agents, from OpenAI's client to the trajectories."""
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -14,11 +15,15 @@ from anthropic import AsyncAnthropic
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.env.base import AgentEndpoint, Task
+from slipstream.env.builtin.colours import Colours
+from slipstream.learner.data.rows import build_rows
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.rollouts.base import image_id
 from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.rollouts.gateway.harness import AgentTask, Recorder, client, run_config, served
 from tests.rollout_servers.rollouts.test_conversation import chat_answer, learner_logprobs
+from tests.vision import IMAGE_TOKEN, write_vision_model
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -101,6 +106,7 @@ THINKS = "<think>\nHm.\n</think>\n\nIt is 42.<|im_end|>"
 
 async def by_chat(task: Task, endpoint: AgentEndpoint, *, stream: bool) -> float:
     messages: list[Any] = [*task.prompt]
+    message: Any = None
     async with client(endpoint) as model:
         for _ in range(3):
             options: dict[str, Any] = {"model": endpoint.model, "messages": messages, "tools": [SCHEMA]}
@@ -189,3 +195,63 @@ async def test_dialects_continue_by_delta(model: Path, tokenizer: Tokenizer, age
     assert '"name": "add"' in text.partition(CALLS)[0]
     assert text.count("42") == 3  # the result and two answers
     assert text.endswith(f"Sure?<|im_end|>\n<|im_start|>assistant\n{THINKS}")
+
+
+# --- branches and images ----------------------------------------------------------------------------------------------
+
+
+async def test_branches_of_an_episode_have_one_weight(model: Path, tokenizer: Tokenizer) -> None:
+    """Of two episodes one has a trunk with three branches and a sub-agent of its own context, the other one call."""
+    numbers = iter(range(2))
+
+    async def agent(task: Task, endpoint: AgentEndpoint) -> float:
+        assert not isinstance(task.prompt, str)
+        number, messages = next(numbers), [*task.prompt]
+        async with client(endpoint) as openai:
+
+            async def ask(messages: list[Any]) -> list[Any]:
+                answer = await openai.chat.completions.create(model="any", messages=messages)
+                return [*messages, answer.choices[0].message.model_dump()]
+
+            trunk = await ask(messages)
+            if number:
+                for question in ("One?", "Two?", "Three?"):
+                    await ask([*trunk, {"role": "user", "content": question}])
+                await ask([{"role": "user", "content": "A part of it"}])
+        return float(number)
+
+    recorder = Recorder(None, [chat_answer(tokenizer, WORDS) for _ in range(6)])
+    async with served(model, recorder, AgentTask(agent)) as player:
+        trajectories = await player.play("train", 0, samples=2)
+    assert answered(trajectories) == sampled(recorder)
+    assert sorted(Counter(each.episode for each in trajectories).values()) == [1, 4]
+    branched = next(each for each in trajectories if each.reward)
+    assert [branched.scores[f"env/{name}"] for name in ("roots", "calls", "branches")] == [2, 5, 4]
+    group = m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories)
+    rows = build_rows([(group, 1.0)], terms=("none",))
+    assert rows.episodes == 2
+    assert sorted(rows.by_episode(rows.rewards_BT).sum(dim=1).tolist()) == [0, 1]
+    assert int(rows.mask_BT.sum()) == sum(len(answer.token_ids) for _, answer in recorder.calls)
+
+
+async def test_images_come_with_the_call(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    (encoded,) = Colours(images=1).task("train", 0).images
+    url = f"data:image/png;base64,{base64.b64encode(encoded).decode()}"
+    images: list[Any] = [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": {"url": url}}]
+
+    async def agent(task: Task, endpoint: AgentEndpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": images}]
+        async with client(endpoint) as openai:
+            for _ in range(2):
+                answer = await openai.chat.completions.create(model="any", messages=messages)
+                messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+        return 1.0
+
+    tokenizer = Tokenizer(model)
+    recorder = Recorder(None, [chat_answer(tokenizer, "red<|im_end|>") for _ in range(2)])
+    async with served(model, recorder, AgentTask(agent)) as player:
+        (trajectory,) = await player.play("train", 0, samples=1)
+    assert trajectory.images == [image_id(encoded)]
+    assert answered([trajectory]) == sampled(recorder)
+    assert recorder.calls[1][0].count(IMAGE_TOKEN) == recorder.calls[0][0].count(IMAGE_TOKEN) > 1
