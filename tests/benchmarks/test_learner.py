@@ -15,6 +15,7 @@ from tests.benchmarks.conftest import Measure, with_goals
 from tests.contract.engines import VLLM_WARNINGS
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_learner_in_turns_with_a_plain_loop(measured: Measure) -> None:
     record = measured(
         "learner", "--answers 4 --tokens 64 --token-budget 32 --threads 1 --rounds 1 --prompt 24 --answer 4"

@@ -18,6 +18,7 @@ DEMO_CHANGES = (
 PIPELINE = "--steps 2 --groups-per-step 1 --staleness 1 --engine hf"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_demo_without_trl(measured: Measure) -> None:
     value = measured("demo", f"--rounds 1 --set {DEMO_CHANGES}")["value"]
     processes = {"redis", "buffer", "rollout", "learner"}
@@ -41,6 +42,7 @@ def test_trl_has_the_demos_tasks_and_settings() -> None:
     assert task["settings"]["per_device_train_batch_size"] == 256
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_pipeline(measured: Measure) -> None:
     record = measured("pipeline", PIPELINE)
     assert with_goals(record) == {"of the limit, 1"}

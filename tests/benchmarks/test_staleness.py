@@ -40,6 +40,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 STEPS = 60
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_correction_learns_from_stale_data_clipping_does_not(measured: Measure, tmp_path: Path) -> None:
     plot, kept = tmp_path / "staleness.png", tmp_path / "runs.jsonl"
     options = f"--lags 16 --seeds 1 --steps {STEPS} --jobs 1 --objectives decoupled behaviour-clipped"

@@ -23,6 +23,7 @@ from tests.learner.weights.member import Member
 SMALL = "--size-mb 1 --rounds 1 --servers 2 1 --policies tiny --engine hf --seconds 1"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_weights(measured: Measure) -> None:
     segments = set(SHARED_MEMORY.iterdir())
     record = measured("weights", SMALL)

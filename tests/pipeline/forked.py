@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 from slipstream.rollout_servers.engines.vllm.arguments import prepare_environment
@@ -21,6 +22,7 @@ def fork_server() -> ForkServerContext:
     prepare_environment(gpu=False)  # vLLM reads it when it is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.pipeline.preloaded"])
+    ensure_running()  # not only with the first process, whose test may check for folders that it leaves
     return context
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from slipstream.models.folder import initial_model
 from tests.conftest import free_port
 from tests.learner.recorded import VOCABULARY
 from tests.learner.trainers.next_token import NextToken
+from tests.pipeline.forked import DEADLINE_S, Forked
 
 ROOT = Path(__file__).parents[3]
 STEPS = 7
@@ -49,13 +51,19 @@ OF_RL = (
 """Modules that only RL needs."""
 
 
-class Interrupted(NextToken):
-    """Sends itself the signal `INTERRUPT` in the fifth step."""
+class Stopped(NextToken):
+    """Sends itself a signal in the fifth step."""
+
+    number = signal.SIGTERM
 
     def next_batch(self) -> list[MicroBatch]:
         if self.state.step == 4:
-            os.kill(os.getpid(), int(os.environ["INTERRUPT"]))
+            os.kill(os.getpid(), self.number)
         return super().next_batch()
+
+
+class Killed(Stopped):
+    number = signal.SIGKILL
 
 
 def write_run(folder: Path, model: Path, **model_settings: Any) -> Path:
@@ -76,9 +84,9 @@ def write_run(folder: Path, model: Path, **model_settings: Any) -> Path:
     return file
 
 
-def run_learner(launch: Sequence[str], *arguments: object, interrupt: int = 0) -> tuple[int, str]:
+def run_learner(launch: Sequence[str], *arguments: object) -> tuple[int, str]:
     """Exit code and output of a learner."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "INTERRUPT": str(interrupt)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -104,18 +112,20 @@ def uninterrupted_losses(file: Path, world: World) -> dict[int, float]:
     return losses(config.paths)
 
 
-def interrupt_run(file: Path, number: signal.Signals) -> list[int]:
+def interrupt_run(forks: ForkServerContext, file: Path, trainer: type[Stopped]) -> list[int]:
     """Interrupts a learner in its fifth step; returns the steps of its checkpoints."""
-    code, output = run_learner(LEARNER, file, f"learner.trainer.name={__name__}:Interrupted", interrupt=number)
-    assert code in (-number, 128 + number), output
+    output = file.with_name("output")
+    arguments = [str(file), f"learner.trainer.name={__name__}:{trainer.__name__}"]
+    code = Forked(forks, "slipstream.learner.cli", arguments, output).wait(DEADLINE_S)
+    assert code in (-trainer.number, 128 + trainer.number), output.read_text()
     return checkpoint_steps(RunPaths(file.parent / "sft").checkpoints)
 
 
 def test_learner_needs_no_part_of_rl_and_continues_from_a_store(
-    digits_model: Path, world: World, tmp_path: Path
+    digits_model: Path, world: World, tmp_path: Path, forks: ForkServerContext
 ) -> None:
     file, paths = write_run(tmp_path, digits_model), RunPaths(tmp_path / "sft")
-    assert interrupt_run(file, signal.SIGTERM) == [3, 4]
+    assert interrupt_run(forks, file, Stopped) == [3, 4]
     shutil.rmtree(paths.checkpoints)
     code, output = run_learner(("-c", MODULES), file)
     assert code == 0, output
@@ -135,10 +145,12 @@ def test_learner_needs_no_part_of_rl_and_continues_from_a_store(
     assert not exported.get_parameter("lm_head.weight").equal(initial.get_parameter("lm_head.weight"))
 
 
-def test_killed_learner_resumes_adapters_on_two_ranks(digits_model: Path, world: World, tmp_path: Path) -> None:
+def test_killed_learner_resumes_adapters_on_two_ranks(
+    digits_model: Path, world: World, tmp_path: Path, forks: ForkServerContext
+) -> None:
     file = write_run(tmp_path, digits_model, lora={"rank": 4, "export": "adapter"})
     paths = RunPaths(tmp_path / "sft")
-    assert interrupt_run(file, signal.SIGKILL) == [3]
+    assert interrupt_run(forks, file, Killed) == [3]
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *LEARNER)
     code, output = run_learner(torchrun, file)
     assert code == 0, output

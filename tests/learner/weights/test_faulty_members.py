@@ -178,7 +178,9 @@ def victim(forks: ForkServerContext, config: RunConfig, transports: str, dies_at
     ("transport", "dies_at"),
     [
         *(("gloo", moment) for moment in ("rest", "rest-frozen", "ready", "loading", "loading-frozen", "applying")),
-        *((transport, moment) for transport in ("ipc", "shm", "stream") for moment in ("loading", "loading-frozen")),
+        ("ipc", "loading-frozen"),
+        ("shm", "loading"),
+        ("stream", "loading-frozen"),
     ],
 )
 def test_dead_or_frozen_member_delays_only_to_deadline(

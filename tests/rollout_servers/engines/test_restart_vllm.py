@@ -19,7 +19,7 @@ DEATH_AT_STEP = 25
 EXACT = 1e-4
 """Mean |Δ| of log-probs in fp32."""
 
-pytestmark = VLLM_WARNINGS
+pytestmark = [VLLM_WARNINGS, pytest.mark.usefixtures("prompt_vllm")]
 
 
 async def test_answers_continue_after_a_crash_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

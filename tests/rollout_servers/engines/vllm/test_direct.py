@@ -16,7 +16,7 @@ from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS
 from tests.rollout_servers.engines.direct import Run, broken_off_half_way, published_while_it_generates, run
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
 
-pytestmark = [NEEDS_VLLM, VLLM_WARNINGS, pytest.mark.usefixtures("vllm_environment")]
+pytestmark = [NEEDS_VLLM, VLLM_WARNINGS, pytest.mark.usefixtures("vllm_environment", "prompt_vllm")]
 ROOT = Path(__file__).parents[4]
 NCCL = "slipstream.learner.weights.broadcast"
 WORKER = "tests.rollout_servers.engines.vllm.worker_over_gloo.StagedWorker"
