@@ -96,7 +96,7 @@ class Teachers:
         with teacher.computing() as model:
             states = head_states(model, share)
             rule = LogitRule.of(model, temperature=self.temperature)
-        return Lesson(torch.arange(share.actions, device=share.actions_A.device), HeadStates(*states, rule))
+        return Lesson(torch.arange(share.actions, device=share.actions_S.device), HeadStates(*states, rule))
 
     def release(self) -> None:
         """Frees what teachers keep gathered for the policy's backward pass."""

@@ -109,7 +109,7 @@ def test_targets_and_tokens_to_choose_from_keep_their_places(
     for batch in batches:
         assert batch.is_target_A is not None and batch.kept_2K is not None
         batch.put(scored_BT, 1.0 + batch.is_target_A)
-        assert torch.equal(batch.kept_2K[1], batch.actions_A[batch.kept_2K[0]])
+        assert torch.equal(batch.kept_2K[1], batch.actions_S[batch.kept_2K[0]])
         assert not batch.is_target_A[batch.kept_2K[0]].any()
         shares = [batch.split(ContextParallel(rank, 2, GROUP)) for rank in (0, 1)]
         first, second = (share.kept_2K for share in shares)

@@ -99,7 +99,8 @@ def inputs_of(rows: ActionBatch) -> AdvantageInputs:
         mask_BT=mask_EL, rewards_BT=rows.by_episode(rows.rewards_BT), groups=EpisodeGroups(rows.group_E, rows.groups),
         terms=RewardTerms(rows.terms_KE, torch.ones(1)), greedy_rewards_B=rows.greedy_reward_E,
         values_BT=scores_EL * mask_EL, logprobs_BT=(scores_EL + 1e-3).log() * mask_EL,
-        collision_BT=scores_EL.square() * mask_EL,
+        collision_BT=scores_EL.square() * mask_EL, process_rewards_BT=(scores_EL - 0.5) * mask_EL,
+        reference_logprobs_BT=(scores_EL.square() + 1e-3).log() * mask_EL,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_scores_are_over_the_tokens_to_choose_from(
             place += 1
     batch = packed_whole(cut)
     found_A = score_actions(models[0], batch, temperature=0.7).logprobs_A
-    expected_A = torch.distributions.Categorical(logits=logits_AV).log_prob(batch.actions_A)
+    expected_A = torch.distributions.Categorical(logits=logits_AV).log_prob(batch.actions_S)
     torch.testing.assert_close(found_A, expected_A, atol=TOLERANCE, rtol=0)
     # Beside targets of the cross-entropy, which have no such limits.
     targets = [token_sequence(each, {}, targets=action_mask(each) == 0) for each in cut]
