@@ -159,7 +159,7 @@ def test_answers_with_their_stop_tokens_are_targets(make_encoder: MakeEncoder, c
 def test_targets_are_those_of_generation_marks(make_encoder: MakeEncoder) -> None:
     encoder = make_encoder(WITH_MARKS)
     (sequence,) = encoder.encode(Chat(TURNS))
-    rendered = AutoTokenizer.from_pretrained(encoder.tokenizer.model).apply_chat_template(
+    rendered: Any = AutoTokenizer.from_pretrained(encoder.tokenizer.model).apply_chat_template(
         TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert sequence.token_ids.tolist() == rendered["input_ids"]
