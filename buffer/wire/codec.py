@@ -15,6 +15,7 @@ from slipstream.buffer.wire.messages import (
     SCHEMA_VERSION,
     TOKEN_DTYPE,
     Group,
+    KeptTokens,
     Message,
     Trajectory,
 )
@@ -185,6 +186,21 @@ def trajectory_problem(trajectory: Trajectory) -> str | None:
         return f"a version span outside its {tokens} tokens"
     if not all(span.end <= tokens for span in trajectory.rewards):
         return f"a reward span outside its {tokens} tokens"
+    return None if trajectory.kept_tokens is None else _kept_problem(trajectory, trajectory.kept_tokens)
+
+
+def _kept_problem(trajectory: Trajectory, kept: KeptTokens) -> str | None:
+    """The reason why the tokens to choose from don't fit a trajectory: each action must be among its own."""
+    tokens = len(trajectory.action_mask)
+    if len(kept.counts) != 4 * tokens or len(kept.ids) % 4:
+        return "tokens to choose from that don't fit its tokens"
+    counts, ids = (np.frombuffer(each, dtype=TOKEN_DTYPE) for each in (kept.counts, kept.ids))
+    if counts.min(initial=0) < 0 or int(counts.sum(dtype=np.int64)) != len(ids) or ids.min(initial=0) < 0:
+        return "tokens to choose from that don't fit their numbers"
+    place = np.repeat(np.arange(tokens), counts)
+    chosen = np.bincount(place[ids == token_ids(trajectory)[place]], minlength=tokens)
+    if ((counts > 0) & ((chosen == 0) | (action_mask(trajectory) == 0))).any():
+        return "a token that is none of those to choose from"
     return None
 
 
@@ -221,6 +237,14 @@ def routed_experts(trajectory: Trajectory) -> NDArray[np.int16] | None:
     known = np.frombuffer(routed.ids, dtype=layout.dtype).reshape(-1, *experts.shape[1:])
     experts[len(experts) - len(known) :] = known
     return experts
+
+
+def kept_tokens(trajectory: Trajectory) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    """Tokens left to choose from at each place: their number, shape [T], and the ids of all; None without top-k."""
+    kept = trajectory.kept_tokens
+    if kept is None:
+        return None
+    return np.frombuffer(kept.counts, dtype=TOKEN_DTYPE), np.frombuffer(kept.ids, dtype=TOKEN_DTYPE)
 
 
 def behaviour_logprobs(trajectory: Trajectory) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 17
+SCHEMA_VERSION: Final = 18
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -155,6 +155,15 @@ class RoutedExperts(Record, frozen=True):
         return len(self.ids) // self.layout.token_bytes
 
 
+class KeptTokens(Record, frozen=True):
+    """The tokens that top-k and top-p left to choose from, in the order of a trajectory's tokens."""
+
+    counts: bytes
+    """Their number for each token of the trajectory, shape [T]; 0 where nothing was left out, and in the context."""
+    ids: bytes
+    """Their ids, those for one token after those for another."""
+
+
 class Trajectory(Record, frozen=True):
     """One token sequence of an episode; arrays have one element per token, context and actions, in order.
 
@@ -182,6 +191,8 @@ class Trajectory(Record, frozen=True):
     """Images of its context, in the order of their placeholders among the tokens."""
     routed_experts: RoutedExperts | None = None
     """Only with `learner.router_replay`."""
+    kept_tokens: KeptTokens | None = None
+    """Only with top-k."""
 
 
 class Group(Message, frozen=True):

@@ -9,14 +9,23 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.weights import direct_transport
 
+MOST_KEPT: Final = 4096
+"""Most tokens that top-k leaves, which trajectories contain for each of theirs."""
+
 
 class SamplingConfig(Section):
-    """Sampling of answers. There is no top-p and no top-k: both renormalise the distribution and bias the ratios."""
+    """Sampling of answers. With top-k and top-p trajectories contain the tokens that were left to choose from, and the
+    learner's distributions are over these (arXiv 2512.02556); else both would bias the ratios."""
 
     max_tokens: int = Field(default=1024, ge=1)
     """Maximal tokens of one answer."""
     temperature: float = Field(default=1.0, ge=0.01)
     """Sampling temperature, by which the learner divides its logits too; vLLM allows at most 2."""
+    top_k: int | None = Field(default=None, ge=2, le=MOST_KEPT)
+    """Sample from so many of the most probable tokens; unset: from all. Only with `engine.name: hf`."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest of these whose probabilities add up to this; less than 1 needs `top_k`, which bounds what
+    a token takes: four bytes for each that was left."""
     ignore_eos: bool = False
     """Continue to `max_tokens` after the end-of-sequence token, for answers of a fixed length."""
 
@@ -150,6 +159,16 @@ class RolloutConfig(Section):
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""
         engine, problems = self.engine, self._episode_problems()
+        if self.sampling.top_p < 1 and self.sampling.top_k is None:
+            problems.append(
+                f"rollout.sampling.top_p={self.sampling.top_p:g} needs rollout.sampling.top_k, such as 512: the tokens "
+                "left to choose from go into trajectories"
+            )
+        if self.sampling.top_k is not None and engine.name != "hf":
+            problems.append(
+                f"rollout.sampling.top_k: rollout.engine.name={engine.name} does not return the tokens that it leaves "
+                "to choose from, without which the ratios would be biased; leave it out, or set rollout.engine.name=hf"
+            )
         if self.fewest_episodes > self.group_size:
             problems.append(
                 f"rollout.min_episodes={self.min_episodes} is more than rollout.group_size={self.group_size}"

@@ -134,7 +134,10 @@ def _algorithm(index: int, env: Mapping[str, Any]) -> AlgorithmConfig:
     except ValidationError as error:
         problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
         raise ValueError(
-            "\n".join(f"env.options.envs.{index}.algorithm.{key}: {what}" for key, what in problems)
+            "\n".join(
+                f"env.options.envs.{index}.algorithm.{key}: {what.removeprefix('Value error, ')}"
+                for key, what in problems
+            )
         ) from None
 
 

@@ -100,7 +100,9 @@ class Objective:
         )
         parts = [self._policy_loss(index, batch, policies) for index in range(len(self.algorithms))]
         weights = [each.learner.streams.rl for each in self.algorithms]
-        loss = _sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
+        loss = _sum(
+            part.loss if weight == 1 else weight * part.loss for weight, part in zip(weights, parts, strict=True)
+        )
         importance_BT = _sum(part.corrected.importance_weights_BT for part in parts)
         streams: dict[str, Tensor] = {}
         if self.prepared.streams:

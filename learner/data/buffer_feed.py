@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.store.types import LeasedGroups
-from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
+from slipstream.buffer.wire.codec import action_mask, kept_tokens, routed_experts, token_ids
 from slipstream.buffer.wire.messages import MIXTURE, Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, StoppedError
@@ -81,7 +81,9 @@ def token_sequence(
     """
     ids = token_ids(trajectory)
     read = None if reader is None else reader.read(ids, [images[name] for name in trajectory.images])
-    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory), targets)
+    return TokenSequence(
+        ids, action_mask(trajectory), read, routed_experts(trajectory), targets, kept_tokens(trajectory)
+    )
 
 
 def observed_tokens(trajectory: Trajectory, reader: ImageReader | None = None) -> NDArray[np.bool_]:

@@ -31,6 +31,8 @@ class TokenSequence:
         routed_experts: experts of the tokens but the last, shape [T - 1, M, K], -1 where the router chooses; None: it
             chooses everywhere.
         targets: true where a token of the context is a target of the cross-entropy, shape [T]; None: nowhere.
+        kept: number of tokens that an action was drawn from, shape [T], 0 for all, and the ids of these, one action's
+            after another's; None: all everywhere.
     """
 
     token_ids: NDArray[Any]
@@ -38,6 +40,7 @@ class TokenSequence:
     images: SequenceImages | None = None
     routed_experts: NDArray[np.int16] | None = None
     targets: NDArray[Any] | None = None
+    kept: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,6 +88,9 @@ class MicroBatch(Movable):
     """T."""
     is_target_A: Tensor | None = None
     """True where a scored token is not an action but a target of the cross-entropy; None: all are actions."""
+    kept_2K: Tensor | None = None
+    """Tokens that actions were drawn from: index of the action, in order, and id; an action without any was drawn from
+    all. None: all were."""
     rope_positions_31N: Tensor | None = None
     """Positions in time, height and width, if a sequence has images."""
     pixels_PD: Tensor | None = None
@@ -165,6 +171,7 @@ class MicroBatch(Movable):
             sequence_A=self.sequence_A[first:last],
             action_index_A=self.action_index_A[first:last],
             is_target_A=None if self.is_target_A is None else self.is_target_A[first:last],
+            kept_2K=None if self.kept_2K is None else _kept_between(self.kept_2K, first, last),
             padding_tokens=min(length, max(0, own.stop - tokens + self.padding_tokens)),
             share=Share(context, first, self.actions),
             routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
@@ -277,9 +284,30 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
         is_target_A=None if is_target is None else torch.from_numpy(is_target),
+        kept_2K=_kept(sequences, actions),
         routed_experts_1NMK=_routed_experts(sequences),
         **_image_inputs(sequences),
     )
+
+
+def _kept(sequences: Sequence[TokenSequence], actions: NDArray[np.int64]) -> Tensor | None:
+    """`MicroBatch.kept_2K`, of actions at these places of the sequences end to end."""
+    given = [each.kept for each in sequences if each.kept is not None]
+    if not given:
+        return None
+    none = [np.zeros(len(each.token_ids), dtype=np.int32) for each in sequences]
+    counts = np.concatenate(
+        [zeros if each.kept is None else each.kept[0] for each, zeros in zip(sequences, none, strict=True)]
+    )
+    position, ids = np.repeat(np.arange(len(counts)), counts), np.concatenate([ids for _, ids in given])
+    own = np.isin(position, actions)  # a sequence's first token is no action
+    return torch.from_numpy(np.stack([np.searchsorted(actions, position[own]), ids[own]]).astype(np.int64))
+
+
+def _kept_between(kept_2K: Tensor, first: int, last: int) -> Tensor:
+    """Those of the actions from `first` to before `last`, which are then counted from 0."""
+    own_2K = kept_2K[:, (kept_2K[0] >= first) & (kept_2K[0] < last)]
+    return torch.stack([own_2K[0] - first, own_2K[1]])
 
 
 def _ends(lengths: ArrayLike) -> Tensor:

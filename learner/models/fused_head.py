@@ -8,7 +8,7 @@ operation by operation, they would read and write each tile many times.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Self
@@ -40,6 +40,9 @@ class LogitRule:
     temperature: float = 1.0
     impossible: tuple[int, ...] = ()
     """Tokens that get the logit `IMPOSSIBLE`."""
+    kept_2K: Tensor | None = field(default=None, compare=False)
+    """Tokens that the distribution of an action is over, as index of the action and id: the others get `IMPOSSIBLE`; an
+    action without any here has all. Source: the sampling mask of DeepSeek-V3.2, arXiv 2512.02556, section 3.1."""
 
     @classmethod
     def of(cls, model: nn.Module, *, temperature: float = 1.0, whole_vocabulary: bool = False) -> Self:
@@ -59,14 +62,14 @@ class LogitRule:
         """Derivative of a logit by its product, where there is no cap."""
         return self.factor / self.temperature
 
-    def logits(self, product_AW: Tensor, impossible_W: Tensor | None = None) -> Tensor:
+    def logits(self, product_AW: Tensor, impossible: Tensor | None = None) -> Tensor:
         """Logits, fp32; the product itself where nothing is to be done."""
         logits_AW = product_AW.float()
         if self.cap is not None:
             logits_AW = (logits_AW * (self.factor / self.cap)).tanh_().mul_(self.cap / self.temperature)
         elif self.scale != 1:
             logits_AW = logits_AW * self.scale
-        return logits_AW if impossible_W is None else logits_AW.masked_fill(impossible_W, IMPOSSIBLE)
+        return logits_AW if impossible is None else logits_AW.masked_fill(impossible, IMPOSSIBLE)
 
     def derivative(self, logits_AW: Tensor) -> Tensor | None:
         """Derivative of the logits by the products, over `scale`; None: 1 everywhere."""
@@ -74,15 +77,29 @@ class LogitRule:
             return None
         return (logits_AW * (self.temperature / self.cap)).square_().neg_().add_(1)
 
-    def impossible_columns(self, tile: "_Tile", device: torch.device) -> Tensor | None:
-        """True at the columns of tokens that get `IMPOSSIBLE`, shape [W]; None if the tile has none."""
+    def impossible_columns(self, tile: "_Tile", product_AW: Tensor) -> Tensor | None:
+        """True at the tokens of a tile that get `IMPOSSIBLE`, shape [W], or for each action [A, W]; None if none do."""
         columns = [token - tile.first for token in self.impossible if tile.first <= token < tile.last]
-        if not columns:
-            return None
-        impossible_W = torch.zeros(tile.last - tile.first, dtype=torch.bool, device=device)
-        for column in columns:  # not by a tensor of them, which would be copied to the device
-            impossible_W[column] = True
-        return impossible_W
+        impossible_W = None
+        if columns:
+            impossible_W = torch.zeros(tile.last - tile.first, dtype=torch.bool, device=product_AW.device)
+            for column in columns:  # not by a tensor of them, which would be copied to the device
+                impossible_W[column] = True
+        if self.kept_2K is None:
+            return impossible_W
+        impossible_AW = _not_kept(self.kept_2K, tile, rows=len(product_AW))
+        return impossible_AW if impossible_W is None else impossible_AW | impossible_W
+
+
+def _not_kept(kept_2K: Tensor, tile: "_Tile", *, rows: int) -> Tensor:
+    """True at the tokens of a tile that are not among those of an action with some, shape [A, W]."""
+    width = tile.last - tile.first
+    action_K, column_K = kept_2K[0], kept_2K[1] - tile.first
+    cut_A = torch.zeros(rows, dtype=torch.bool, device=kept_2K.device).index_fill_(0, action_K, True)
+    # One column more, for the tokens of other tiles: to leave these out, the host would wait for the GPU.
+    impossible_AW = cut_A[:, None].repeat(1, width + 1)
+    impossible_AW[action_K, column_K.where((column_K >= 0) & (column_K < width), width)] = False
+    return impossible_AW[:, :width]
 
 
 class ActionScores(NamedTuple):
@@ -159,8 +176,8 @@ class _FusedHead(torch.autograd.Function):
             product_AW = _product(states_AD, weight_VD, bias_V, tile)
             if keeps:
                 kept.append(product_AW)
-            impossible_W = wanted.rule.impossible_columns(tile, states_AD.device)
-            sums = add(sums, product_AW, actions_A - tile.first, impossible_W, wanted)
+            impossible = wanted.rule.impossible_columns(tile, product_AW)
+            sums = add(sums, product_AW, actions_A - tile.first, impossible, wanted)
         normaliser_A = sums.normaliser()
         entropy_A = normaliser_A - sums.mean_logit() if wanted.entropy != "none" else torch.zeros_like(normaliser_A)
         ctx.save_for_backward(states_AD, weight_VD, bias_V, actions_A, normaliser_A, entropy_A)
@@ -198,7 +215,7 @@ class _FusedHead(torch.autograd.Function):
             of_logits_AW = differentiate(
                 product_AW,
                 actions_A - tile.first,
-                rule.impossible_columns(tile, states_AD.device),
+                rule.impossible_columns(tile, product_AW),
                 _Outer(normaliser_A, entropy_A.detach(), gradient_A1, entropy_gradient_A1),
                 wanted,
                 torch.float32 if wants_bias else dtype,
@@ -244,13 +261,13 @@ class _Sums(NamedTuple):
         return self.squares_A / self.exponentials_A.square()
 
 
-def _add(sums: _Sums, product_AW: Tensor, columns_A: Tensor, impossible_W: Tensor | None, wanted: _Wanted) -> _Sums:
+def _add(sums: _Sums, product_AW: Tensor, columns_A: Tensor, impossible: Tensor | None, wanted: _Wanted) -> _Sums:
     """The sums with a tile added; its products stay as they are.
 
     Args:
         columns_A: of the actions, outside of the tile where they are in another.
     """
-    logits_AW = wanted.rule.logits(product_AW, impossible_W)
+    logits_AW = wanted.rule.logits(product_AW, impossible)
     width = logits_AW.shape[1]
     inside_A = (columns_A >= 0) & (columns_A < width)
     own_A = logits_AW.gather(1, columns_A.clamp(0, width - 1)[:, None])[:, 0]
@@ -278,13 +295,13 @@ class _Outer(NamedTuple):
 def _differentiate(
     product_AW: Tensor,
     columns_A: Tensor,
-    impossible_W: Tensor | None,
+    impossible: Tensor | None,
     outer: _Outer,
     wanted: _Wanted,
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient of a tile's products, over its factor, in `dtype`; the products may be overwritten."""
-    logits_AW = wanted.rule.logits(product_AW, impossible_W)
+    logits_AW = wanted.rule.logits(product_AW, impossible)
     derivative_AW = wanted.rule.derivative(logits_AW)
     logprobs_AW = logits_AW.sub_(outer.normaliser_A[:, None])
     if wanted.entropy == "gradient":
@@ -294,8 +311,8 @@ def _differentiate(
         of_logits_AW = _add_at(logprobs_AW.exp_(), columns_A, -torch.ones_like(outer.gradient_A1))
     if derivative_AW is not None:
         of_logits_AW.mul_(derivative_AW)
-    if impossible_W is not None:
-        of_logits_AW.masked_fill_(impossible_W, 0.0)
+    if impossible is not None:
+        of_logits_AW.masked_fill_(impossible, 0.0)
     return of_logits_AW.to(dtype)
 
 

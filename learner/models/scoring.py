@@ -88,13 +88,11 @@ def _score(
         chosen_I: Tensor | None, rule: LogitRule, entropy: Entropy = "none", collision: bool = False
     ) -> ActionScores:
         """Scores of some of the tokens, 0 at the others; None: of all."""
-        chosen = (
-            (states_AD, actions_A)
-            if chosen_I is None
-            else (states_AD.index_select(0, chosen_I), actions_A.index_select(0, chosen_I))
-        )
+        states_ID, actions_I = states_AD, actions_A
+        if chosen_I is not None:
+            states_ID, actions_I = states_AD.index_select(0, chosen_I), actions_A.index_select(0, chosen_I)
         scores = score_states(
-            chosen[0], head.weight, head.bias, chosen[1], rule,
+            states_ID, head.weight, head.bias, actions_I, rule,
             entropy=entropy, collision=collision, kept_bytes=kept_bytes,
         )  # fmt: skip
         if chosen_I is None:
@@ -109,9 +107,13 @@ def _score(
             None if scores.collision_A is None else spread(scores.collision_A),
         )
 
+    kept_2K = batch.kept_2K
     if batch.is_target_A is None:
-        return score(None, rule, entropy, collision)
-    scores = score((~batch.is_target_A).nonzero()[:, 0], rule, entropy, collision)
+        return score(None, replace(rule, kept_2K=kept_2K), entropy, collision)
+    actions_I = (~batch.is_target_A).nonzero()[:, 0]
+    if kept_2K is not None:
+        kept_2K = torch.stack([torch.searchsorted(actions_I, kept_2K[0].contiguous()), kept_2K[1]])
+    scores = score(actions_I, replace(rule, kept_2K=kept_2K), entropy, collision)
     if not targets:
         return scores
     of_targets = score(batch.is_target_A.nonzero()[:, 0], replace(rule, temperature=1.0))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import ExpertLayout, RoutedExperts, VersionSpan
@@ -34,6 +35,10 @@ class Generation:
     stop_token_ids: tuple[int, ...]
     banned: tuple[int, ...] = ()
     """Tokens of probability 0."""
+    top_k: int | None = None
+    """Number of most probable tokens that sampled answers are drawn from; None: all."""
+    top_p: float = 1.0
+    """Probability of the fewest of these that they are drawn from."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class EngineSettings:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             banned=placeholder_tokens(self.model),
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
         )
 
 
@@ -120,6 +127,7 @@ class Completion:
         spans: policy version of the tokens; together the spans cover [0, T).
         finish_reason: `stop`, `length`, or `abort` if it was cut short; then T may be 0.
         routed_experts: of the prompt and of the answer but its last token, if the engine returns them.
+        kept: ids of the tokens that top-k and top-p left to choose from, for each token; None: all were left.
     """
 
     token_ids: Sequence[int]
@@ -127,6 +135,7 @@ class Completion:
     spans: Sequence[VersionSpan]
     finish_reason: str
     routed_experts: RoutedExperts | None = None
+    kept: Sequence[NDArray[np.int32]] | None = None
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")

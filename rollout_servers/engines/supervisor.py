@@ -362,6 +362,7 @@ def stitch(begun: Completion, rest: Completion) -> Completion:
         spans=spans,
         finish_reason=rest.finish_reason,
         routed_experts=rest.routed_experts,  # the prompt of the continuation is all that came before
+        kept=[*(begun.kept or ()), *(rest.kept or ())] or None,
     )
 
 

@@ -136,6 +136,7 @@ class Transcript:
             ]
         return m.Trajectory(
             routed_experts=self._routed_experts(),
+            kept_tokens=self._kept_tokens(),
             token_ids=np.array(self.token_ids, dtype=m.TOKEN_DTYPE).tobytes(),
             action_mask=mask.tobytes(),
             behaviour_logprobs=logprobs.tobytes(),
@@ -147,6 +148,15 @@ class Transcript:
             rewards=list(turn_rewards),
             images=[image_id(image.encoded) for image in self.images],
         )
+
+    def _kept_tokens(self) -> m.KeptTokens | None:
+        """The tokens that top-k and top-p left to choose from; None where they left all."""
+        counts, ids = np.zeros(len(self.token_ids), dtype=m.TOKEN_DTYPE), list[bytes]()
+        for start, completion in self.actions:
+            for index, kept in enumerate(completion.kept or ()):
+                counts[start + index] = len(kept)
+                ids.append(kept.astype(m.TOKEN_DTYPE).tobytes())
+        return m.KeptTokens(counts=counts.tobytes(), ids=b"".join(ids)) if ids else None
 
     def _routed_experts(self) -> m.RoutedExperts | None:
         """Experts of the input tokens, each as of the first request that had it: its answer was sampled with them.

@@ -35,6 +35,21 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["rollout.group_size=1"], "rollout.group_size learner.advantage=grpo"),
         (["rollout.group_size=1", "learner.advantage=reinforce_plus_plus", "buffer.curriculum={}"],
          "buffer.curriculum rollout.group_size"),
+        (["learner.streams={rl: 0}"], "learner.streams: 0"),
+        (["learner.streams.ref_kl=1"], "learner.streams.ref_kl learner.kl"),
+        *(
+            (["env.name=mix", f"env.options={{envs: [{{name: digits, algorithm: {algorithm}}}]}}"], parts)
+            for algorithm, parts in (
+                ("{advantage: none}", "env.options.envs.0.algorithm.advantage 'none'"),
+                ("{streams: {ce: -1}}", "env.options.envs.0.algorithm.streams.ce 0"),
+                ("{loss: topr}", "env.options.envs, digits topr learner.correction.weight"),
+                ("{advantage: gae}", "env.options.envs, digits gae learner.advantage"),
+                ("{correction: {reference_ess: 1}}", "env.options.envs, digits reference_ess learner.correction"),
+            )
+        ),
+        (["env.name=mix", "env.options={envs: [{name: digits, algorithm: {advantage: grpo}}]}",
+          "learner.advantage=reinforce_plus_plus", "rollout.group_size=1"],
+         "rollout.group_size learner.advantage=grpo"),
         (["rollout.min_episodes=1"], "rollout.min_episodes learner.advantage=grpo"),
         (["rollout.min_episodes=9"], "rollout.min_episodes=9 rollout.group_size=8"),
         (["rollout.episode.tokens=2"], "rollout.episode.tokens=2 rollout.sampling.max_tokens=3"),
@@ -80,6 +95,8 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
          "buffer.filters.0.strategy: best_of_n learner.advantage=grpo"),
         (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
          "buffer.filters.1.score: 'exact_mach' 'exact_match' digit_match,"),
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p=0.9 rollout.sampling.top_k"),
+        (["rollout.sampling.top_k=64"], "rollout.sampling.top_k rollout.engine.name=vllm"),
         (["rollout.sampling.temperature=2.5"], "rollout.sampling.temperature=2.5 rollout.engine.name"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 rollout.engine.max_model_len=8"),

@@ -126,22 +126,24 @@ def mixed_config(config: RunConfig, algorithms: Mapping[str, Any]) -> RunConfig:
 
 
 def mixed_groups(step: int, config: RunConfig) -> list[m.Group]:
-    """The groups of a step, every third of them of the env `two`."""
+    """The groups of a step with several turns; two of them, both rank 0's of two ranks, are of the env `two`."""
     groups = []
     for number, group in enumerate(step_groups(step, config)):
-        label = "two" if number % 3 == 2 else "one"
+        label = "two" if number in (2, 4) else "one"
         trajectories = [
             replace(each, scores={**each.scores, f"{m.MIXTURE}{label}": each.reward}) for each in group.trajectories
         ]
-        groups.append(replace(group, trajectories=trajectories))
+        groups.append(in_turns(replace(group, trajectories=trajectories), seed=number))
     return groups
 
 
-def record(folder: Path, steps: int, config: RunConfig) -> None:
+def record(
+    folder: Path, steps: int, config: RunConfig, groups_of: Callable[[int, RunConfig], list[m.Group]] = step_groups
+) -> None:
     """Writes the frames of some steps' groups."""
     folder.mkdir()
     for step in range(steps):
-        for number, group in enumerate(step_groups(step, config)):
+        for number, group in enumerate(groups_of(step, config)):
             (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import VersionSpan
@@ -44,10 +46,17 @@ class Answer:
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt_ids)
         self._logprobs: list[float] = []
+        self._kept: list[NDArray[np.int32]] = []
         self._versions: list[tuple[int, int]] = []  # each version with the index of its first token
 
-    def add(self, token: int, logprob: float, version: int) -> None:
-        """Appends a token, which may finish the answer."""
+    def add(self, token: int, logprob: float, version: int, kept: NDArray[np.int32] | None = None) -> None:
+        """Appends a token, which may finish the answer.
+
+        Args:
+            kept: tokens that it was drawn from; None: all.
+        """
+        if kept is not None:
+            self._kept.append(kept)
         if not self._versions or self._versions[-1][0] != version:
             self._versions.append((version, len(self._logprobs)))
         self.token_ids.append(token)
@@ -73,6 +82,7 @@ class Answer:
                 for (version, start), end in zip(self._versions, starts[1:], strict=True)
             ],
             finish_reason=self.finish_reason or "abort",
+            kept=list(self._kept) or None,
         )
 
 
@@ -120,9 +130,19 @@ class Stepper:
         preemptions: number of answers whose KV cache was dropped for want of room.
     """
 
-    def __init__(self, policy: HfModel, batch: Batch, *, max_sequences: int, seed: int) -> None:
+    def __init__(
+        self,
+        policy: HfModel,
+        batch: Batch,
+        *,
+        max_sequences: int,
+        seed: int,
+        top_k: int | None = None,
+        top_p: float = 1,
+    ) -> None:
         """`batch`: empty."""
         self.policy = policy
+        self._top_k, self._top_p = top_k, top_p
         self._max_sequences = max_sequences
         self._generator = torch.Generator(policy.device).manual_seed(seed)
         self._arrivals = itertools.count()
@@ -245,6 +265,9 @@ class Stepper:
             self._temperature_B1 = torch.tensor(temperatures, device=logits_BV.device)[:, None]
         greedy_B1 = self._temperature_B1 == 0
         logprobs_BV = (logits_BV / self._temperature_B1.masked_fill(greedy_B1, 1.0)).log_softmax(-1)
+        kept: list[NDArray[np.int32] | None] = [None] * len(self._running)
+        if self._top_k is not None:
+            logprobs_BV, kept = self._cut(logprobs_BV, self._top_k, greedy_B1)
         # The first of V exponential clocks with these rates; torch.multinomial draws likewise, but waits for the GPU.
         clocks_BV = torch.empty_like(logprobs_BV).exponential_(generator=self._generator)
         drawn_B1 = (logprobs_BV.exp() / clocks_BV).argmax(-1, keepdim=True)
@@ -252,10 +275,24 @@ class Stepper:
         self._tokens_B = token_B1[:, 0]
         # One copy to the host, in float32, which has all token ids exactly.
         tokens, logprobs = torch.cat([token_B1, logprobs_BV.gather(-1, token_B1)], dim=1).T.tolist()
-        for answer, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+        for answer, token, logprob, left in zip(self._running, tokens, logprobs, kept, strict=True):
             if math.isnan(logprob):
                 raise RuntimeError(f"the model's log-probs are NaN after {len(answer.token_ids)} tokens")
-            answer.add(int(token), logprob, self.version)
+            answer.add(int(token), logprob, self.version, left)
+
+    def _cut(self, logprobs_BV: Tensor, top_k: int, greedy_B1: Tensor) -> tuple[Tensor, list[NDArray[np.int32] | None]]:
+        """The distributions that top-k and top-p leave, and their tokens; greedy answers keep theirs."""
+        values_BK, ids_BK = logprobs_BV.topk(min(top_k, logprobs_BV.shape[-1]))
+        probabilities_BK = values_BK.softmax(-1)
+        # Of the tokens before each: the one that reaches top-p is left in.
+        left_BK = probabilities_BK.cumsum(-1) - probabilities_BK < self._top_p
+        left_BK[:, 0] = True
+        values_BK = values_BK.masked_fill(~left_BK, -torch.inf).log_softmax(-1)
+        cut_BV = torch.full_like(logprobs_BV, -torch.inf).scatter_(-1, ids_BK, values_BK)
+        counts, ids = left_BK.sum(-1).tolist(), ids_BK.to(torch.int32).numpy(force=True)
+        greedy = greedy_B1[:, 0].tolist()
+        kept = [None if whole else row[:count] for row, count, whole in zip(ids, counts, greedy, strict=True)]
+        return torch.where(greedy_B1, logprobs_BV, cut_BV), kept
 
     def _drop_finished(self) -> None:
         if any(answer.finish_reason is not None for answer in self._running):
@@ -343,6 +380,13 @@ class HfEngine(BaseEngine):
             check_padding(policy, batch, dtype=self._settings.config.model.dtype_here)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
             seed = self._settings.config.run.seed
-            self._stepped = Stepper(policy, batch, max_sequences=limits.max_sequences, seed=seed)
+            self._stepped = Stepper(
+                policy,
+                batch,
+                max_sequences=limits.max_sequences,
+                seed=seed,
+                top_k=self.generation.top_k,
+                top_p=self.generation.top_p,
+            )
             yield self._stepped
             self._stepped.close()

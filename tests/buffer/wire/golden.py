@@ -41,6 +41,7 @@ _TRAJECTORY = m.Trajectory(
     routed_experts=m.RoutedExperts(
         layout=m.ExpertLayout(layers=1, per_token=2, experts=4), ids=bytes.fromhex("00030201")
     ),
+    kept_tokens=m.KeptTokens(counts=bytes.fromhex("000000000200000000000000"), ids=bytes.fromhex("0200000007000000")),
 )  # fmt: skip
 _COUNTS = m.LedgerCounts(
     issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, skipped_tasks=6,

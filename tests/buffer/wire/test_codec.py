@@ -21,6 +21,7 @@ from slipstream.buffer.wire.codec import (
     decode_group,
     encode,
     encode_group,
+    kept_tokens,
     token_ids,
     version_range,
 )
@@ -183,6 +184,26 @@ def changed(**fields: Any) -> Change:
     return lambda one: msgspec.structs.replace(one, **fields)
 
 
+def kept(counts: list[int], ids: list[int]) -> Change:
+    """The tokens 0, 1, 2, 3, the last two of them actions, with these to choose from."""
+    of_ids, of_counts, tokens = (np.array(each, dtype=m.TOKEN_DTYPE).tobytes() for each in (ids, counts, range(4)))
+    return changed(
+        token_ids=tokens, action_mask=b"\0\0\1\1", behaviour_logprobs=bytes(16),
+        kept_tokens=m.KeptTokens(counts=of_counts, ids=of_ids),
+    )  # fmt: skip
+
+
+def test_tokens_to_choose_from_keep_their_places() -> None:
+    good = train_group("17")
+    change = kept([0, 0, 2, 0], [7, 2])
+    (_, one) = decode_group(
+        encode(msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])]))
+    ).trajectories
+    found = kept_tokens(one)
+    assert found is not None
+    assert [each.tolist() for each in found] == [[0, 0, 2, 0], [7, 2]]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -196,7 +217,9 @@ def changed(**fields: Any) -> Change:
         (changed(reward=1.1e8), "reward"), (changed(scores={"unweighted": float("inf")}), "unweighted"),
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
         (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"), (changed(episode=0), "scores"),
-        (changed(images=["aa"]), "image aa"),
+        (changed(images=["aa"]), "image aa"), (kept([0, 0, 1], [9]), "choose from"),
+        (kept([0, 0, 1, 1], [9]), "choose from"), (kept([0, 0, -1, 2], [9]), "choose from"),
+        (kept([0, 0, 2, 0], [9, 8]), "none of those"), (kept([0, 1, 0, 0], [1]), "none of those"),
     ],
 )  # fmt: skip
 def test_inconsistent_group_is_named(change: Change, reason: str) -> None:

@@ -196,7 +196,7 @@ def objective_of(train_step: TrainStep, data: StepData) -> tuple[Objective, Any,
 def test_loss_is_the_sum_of_the_envs_parts(correction: Any, world: World, make_config: MakeConfig) -> None:
     base = make_config(token_budget=4000, correction=correction)
     config = mixed_config(base, {"two": {**OTHER, "streams": {"rl": 0.5, "ce": 0.1}}})
-    groups = [in_turns(group, seed=number) for number, group in enumerate(mixed_groups(0, config))]
+    groups = mixed_groups(0, config)
     mixed, batch, scores = objective_of(build_train_step(config, world), data_of(config, groups))
     loss, values = mixed(scores, batch)
     rows = mixed.prepared.rows

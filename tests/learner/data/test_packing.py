@@ -91,6 +91,39 @@ def test_action_values_round_trip_through_rows(sequences: list[TokenSequence]) -
         assert torch.equal(batch.padded(values_A), batch.of_step(numbers_BT))
 
 
+@given(SEQUENCES, st.data())
+def test_targets_and_tokens_to_choose_from_keep_their_places(
+    sequences: list[TokenSequence], data: st.DataObject
+) -> None:
+    """Of a whole micro-batch, in the rows of the step, and of the shares of two ranks."""
+    whole, targets = [], []
+    for each in sequences:
+        free = np.array(data.draw(st.lists(st.booleans(), min_size=len(each.token_ids), max_size=len(each.token_ids))))
+        targets.append(free & (each.action_mask == 0))
+        counts = (each.action_mask > 0) * (free + 0)
+        kept = (counts, each.token_ids[counts > 0])
+        whole.append(TokenSequence(each.token_ids, each.action_mask, targets=targets[-1], kept=kept))
+    rows = build_rows([(group_of(sequences), 1.0)], terms=(), targets=targets)
+    batches, scored_BT = pack(whole, token_budget=BUDGET), torch.zeros_like(rows.mask_BT)
+    assert rows.ce_mask_BT is not None
+    for batch in batches:
+        assert batch.is_target_A is not None and batch.kept_2K is not None
+        batch.put(scored_BT, 1.0 + batch.is_target_A)
+        assert torch.equal(batch.kept_2K[1], batch.actions_A[batch.kept_2K[0]])
+        assert not batch.is_target_A[batch.kept_2K[0]].any()
+        shares = [batch.split(ContextParallel(rank, 2, GROUP)) for rank in (0, 1)]
+        first, second = (share.kept_2K for share in shares)
+        assert first is not None and second is not None
+        moved = second + torch.tensor([[shares[0].actions], [0]])
+        assert torch.equal(torch.cat([first, moved], dim=1), batch.kept_2K)
+        assert torch.equal(
+            torch.cat([share.is_target_A for share in shares if share.is_target_A is not None]), batch.is_target_A
+        )
+    assert torch.equal(scored_BT, rows.mask_BT + 2 * rows.ce_mask_BT)
+    left = sum(int(batch.kept_2K.shape[1]) for batch in batches if batch.kept_2K is not None)
+    assert left == sum(int(each.kept[0][1:].sum()) for each in whole if each.kept is not None)
+
+
 def test_sequences_share_micro_batch_where_they_fit() -> None:
     batches = pack(numbered(5, 40, 5), token_budget=BUDGET)
     assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]

@@ -31,6 +31,7 @@ from tests.learner.trainers.rl.loops import learner_that_continues, third_step
 STEPS = 4
 ALL_OPTIONS: dict[str, Any] = {
     "advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}, "kl": {"coefficient": 0.1},
+    "streams": {"ce": 0.1, "ref_kl": 0.1},
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
     "throttle": {"max_kl": 1.0}, "router_replay": True,

@@ -10,19 +10,6 @@ from slipstream.learner.models import fused_head
 from slipstream.learner.models.fused_head import IMPOSSIBLE, ActionScores, Entropy, LogitRule, score_states
 
 ACTIONS, VOCABULARY, HIDDEN = 37, 501, 24
-RULES = {
-    "plain": LogitRule(), "temperature": LogitRule(temperature=0.7), "cap": LogitRule(cap=3.0, temperature=0.7),
-    "factor": LogitRule(factor=0.3), "cap and factor": LogitRule(cap=3.0, factor=1.5),
-    "never sampled": LogitRule(impossible=(0, 130, 500), temperature=0.7),
-    "cap, never sampled": LogitRule(impossible=(7, 8), cap=3.0),
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 128 columns, the last one narrower."""
-    monkeypatch.setitem(fused_head.TILE, "cpu", ACTIONS * 128)
-    monkeypatch.setattr(fused_head, "FEWEST_COLUMNS", 16)
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, actions: int = ACTIONS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,11 +23,42 @@ def inputs(dtype: torch.dtype = torch.float32, *, actions: int = ACTIONS) -> tup
     return leaves[0], leaves[1], leaves[2], actions_A
 
 
+def kept_of() -> Tensor:
+    """Tokens for each action but the last, its own and those of four others among them."""
+    generator = torch.Generator().manual_seed(2)
+    _, _, _, actions_A = inputs()
+    ids_AK = torch.randint(0, VOCABULARY, (ACTIONS - 1, 4), generator=generator)
+    ids_AK = torch.cat([actions_A[:-1, None], ids_AK], dim=1)
+    return torch.stack([torch.arange(ACTIONS - 1)[:, None].expand_as(ids_AK).flatten(), ids_AK.flatten()])
+
+
+RULES = {
+    "plain": LogitRule(), "temperature": LogitRule(temperature=0.7), "cap": LogitRule(cap=3.0, temperature=0.7),
+    "factor": LogitRule(factor=0.3), "cap and factor": LogitRule(cap=3.0, factor=1.5),
+    "never sampled": LogitRule(impossible=(0, 130, 500), temperature=0.7),
+    "cap, never sampled": LogitRule(impossible=(7, 8), cap=3.0),
+    "top-k": LogitRule(kept_2K=kept_of(), temperature=0.7),
+    "top-k, cap, never sampled": LogitRule(kept_2K=kept_of(), impossible=(7, 130, 500), cap=3.0),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 columns, the last one narrower."""
+    monkeypatch.setitem(fused_head.TILE, "cpu", ACTIONS * 128)
+    monkeypatch.setattr(fused_head, "FEWEST_COLUMNS", 16)
+
+
 def exact(states_AD: Tensor, weight_VD: Tensor, bias_V: Tensor, actions_A: Tensor, rule: LogitRule) -> ActionScores:
     logits_AV = (states_AD.double() @ weight_VD.double().T + bias_V.double()) * rule.factor
     if rule.cap is not None:
         logits_AV = rule.cap * (logits_AV / rule.cap).tanh()
     logits_AV = logits_AV / rule.temperature
+    if rule.kept_2K is not None:
+        kept_AV = torch.zeros(logits_AV.shape, dtype=torch.bool)
+        kept_AV[rule.kept_2K[0], rule.kept_2K[1]] = True
+        kept_AV[~kept_AV.any(1)] = True
+        logits_AV = logits_AV.masked_fill(~kept_AV, IMPOSSIBLE)
     if rule.impossible:
         logits_AV = logits_AV.index_fill(1, torch.tensor(rule.impossible), IMPOSSIBLE)
     logprobs_AV = logits_AV.log_softmax(-1)

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slipstream.buffer.wire.codec import action_mask, token_ids
-from slipstream.buffer.wire.messages import Trajectory
+from slipstream.buffer.wire.codec import action_mask, kept_tokens, token_ids
+from slipstream.buffer.wire.messages import TOKEN_DTYPE, KeptTokens, Trajectory
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import MicroBatch, pack
@@ -59,6 +60,46 @@ def unpacked_logits(model: Any, trajectories: Sequence[Trajectory]) -> Tensor:
         predicting = torch.from_numpy(np.flatnonzero(action_mask(each)) - 1)
         rows.append(model(input_ids=tokens[None], use_cache=False).logits[0, predicting])
     return torch.cat(rows)
+
+
+def with_kept(trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
+    """The trajectory with five tokens left to choose from at about half of its actions, its own among them."""
+    cut = (action_mask(trajectory) > 0) & (rng.random(len(action_mask(trajectory))) < 0.5)
+    ids = [
+        [token, *((token + 1 + rng.permutation(VOCABULARY - 1)[:4]) % VOCABULARY)]
+        for token in token_ids(trajectory)[cut]
+    ]
+    return replace(
+        trajectory,
+        kept_tokens=KeptTokens(
+            counts=(5 * cut).astype(TOKEN_DTYPE).tobytes(), ids=np.array(ids, dtype=TOKEN_DTYPE).tobytes()
+        ),
+    )
+
+
+def test_scores_are_over_the_tokens_to_choose_from(
+    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
+) -> None:
+    rng = np.random.default_rng(3)
+    cut = [with_kept(each, rng) if number % 3 else each for number, each in enumerate(trajectories)]
+    logits_AV, place = unpacked_logits(models[1], cut) / 0.7, 0
+    for each in longest_first(cut):
+        counts, ids = kept_tokens(each) or (np.zeros(len(action_mask(each)), dtype=int), np.zeros(0, dtype=int))
+        for count in counts[action_mask(each) > 0]:
+            if count:
+                left_out = np.setdiff1d(np.arange(VOCABULARY), ids[:count])
+                logits_AV[place, left_out], ids = -torch.inf, ids[count:]
+            place += 1
+    batch = packed_whole(cut)
+    found_A = score_actions(models[0], batch, temperature=0.7).logprobs_A
+    expected_A = torch.distributions.Categorical(logits=logits_AV).log_prob(batch.actions_A)
+    torch.testing.assert_close(found_A, expected_A, atol=TOLERANCE, rtol=0)
+    # Beside targets of the cross-entropy, which have no such limits.
+    targets = [token_sequence(each, {}, targets=action_mask(each) == 0) for each in cut]
+    (beside,) = pack(targets, token_budget=sum(LENGTHS))
+    assert beside.is_target_A is not None
+    again_A = score_actions(models[0], beside, temperature=0.7).logprobs_A
+    torch.testing.assert_close(again_A[~beside.is_target_A], found_A)
 
 
 @pytest.mark.parametrize("entropy", ["value", "gradient"])

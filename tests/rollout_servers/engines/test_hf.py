@@ -149,9 +149,43 @@ def in_flight(prompt: list[int], samples: int, max_tokens: int) -> InFlight:
     return InFlight(Request(prompt, 60.0, samples=samples), generation, max_tokens=max_tokens)
 
 
-def stepper_of(policy: HfModel, **sizes: Any) -> Stepper:
+def stepper_of(policy: HfModel, top_k: int | None = None, top_p: float = 1, **sizes: Any) -> Stepper:
     limits = EngineConfig(**{"max_model_len": CONTEXT, "max_sequences": 8, **sizes})
-    return Stepper(policy, Batch(policy, limits), max_sequences=limits.max_sequences, seed=0)
+    batch = Batch(policy, limits)
+    return Stepper(policy, batch, max_sequences=limits.max_sequences, seed=0, top_k=top_k, top_p=top_p)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (12, 0.8), (VOCABULARY + 9, 0.5)])
+@torch.inference_mode()
+def test_answers_are_drawn_from_top_k_and_top_p(top_k: int, top_p: float, tmp_path: Path) -> None:
+    model = model_of("attention", 0)
+    model.save_pretrained(tmp_path)
+    stepper = stepper_of(HfModel(settings(tmp_path)), top_k, top_p)
+    sampled, greedy = in_flight(PROMPT, 6, 20), in_flight(PROMPT, 1, 20)
+    greedy.temperature = None
+    for request in (sampled, greedy):
+        stepper.add(request)
+    while not stepper.idle:
+        stepper.step()
+    (first,) = greedy.completions()
+    assert first.kept is None
+    assert distance(first, model, PROMPT) > EXACT  # of temperature 1
+    drawn = set()
+    for answer in sampled.completions():
+        ids = torch.tensor([[*PROMPT, *answer.token_ids]])
+        logits_TV = model(ids, use_cache=False).logits[0, len(PROMPT) - 1 : -1] / 0.7
+        assert answer.kept is not None
+        for logits_V, token, logprob, kept in zip(
+            logits_TV, answer.token_ids, answer.logprobs, answer.kept, strict=True
+        ):
+            ordered, order = logits_V.sort(descending=True)
+            of_top_k = ordered[:top_k].softmax(0)
+            count = int((of_top_k.cumsum(0) < top_p - 1e-6).sum()) + 1 if top_p < 1 else min(top_k, VOCABULARY)
+            assert sorted(kept) == sorted(order[:count].tolist())
+            among = ordered[:count].log_softmax(0)[order[:count] == token]
+            assert logprob == pytest.approx(among.item(), abs=1e-4)
+            drawn.add(int((order == token).nonzero()))
+    assert len(drawn) > 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -9,6 +10,7 @@ from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import (
+    NOTHING,
     Completion,
     DirectSource,
     DirectTransport,
@@ -18,7 +20,7 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine, stitch
 from tests.rollout_servers.engines.mortal import DEADLINE_S, NEVER_S, Engines, ask, install, manifest, span, until
 from tests.rollout_servers.scripted import completion
 
@@ -50,6 +52,16 @@ async def test_answers_continue_from_their_last_token(engines: Engines) -> None:
     assert (kept, whole) == (completion([7, 8]), completion([2]))
     assert stitched == Completion([7, 9, 6, 4, 4], [-1.0, -2.0, -3.0, -1.0, -2.0], [span(0, 0, 5)], "length")
     assert (len(engines.started), engine.crashes, engine.requests_restarted) == (2, 1, 0)
+
+
+def test_tokens_to_choose_from_are_stitched() -> None:
+    one, two = (
+        Completion([7], [-1.0], [span(0, 0, 1)], "abort", kept=[np.array(kept, dtype=np.int32)])
+        for kept in ([7], [7, 9])
+    )
+    assert [each.tolist() for each in stitch(one, two).kept or ()] == [[7], [7, 9]]
+    assert [each.tolist() for each in stitch(NOTHING, two).kept or ()] == [[7, 9]]
+    assert stitch(NOTHING, NOTHING).kept is None
 
 
 async def test_answer_continues_after_two_crashes(engines: Engines) -> None:

@@ -89,7 +89,9 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learner_logprobs(model: Path, trajectory: m.Trajectory) -> np.ndarray[Any, Any]:
     """log-probs of a trajectory's actions by the learner."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    sequence = TokenSequence(codec.token_ids(trajectory), codec.action_mask(trajectory).astype(bool))
+    sequence = TokenSequence(
+        codec.token_ids(trajectory), codec.action_mask(trajectory).astype(bool), kept=codec.kept_tokens(trajectory)
+    )
     (batch,) = pack([sequence], token_budget=1)
     with torch.no_grad():
         return score_actions(policy, batch, temperature=1.0).logprobs_A.numpy()
@@ -111,10 +113,11 @@ async def test_trajectories_have_the_tokens_of_the_engine(tmp_path: Path, templa
     if tools:
         env.prompt = Observation(env.prompt, [SCHEMA])
     tokenizer, reasons = Tokenizer(model), set[str]()
-    engine = await start_engine(run_config(model), model, eos_token_ids=tokenizer.eos_token_ids)
+    sampling = {"max_tokens": 24, "top_k": 16 if template == "chatml" else None}
+    engine = await start_engine(run_config(model, sampling=sampling), model, eos_token_ids=tokenizer.eos_token_ids)
     try:
         for history in ("sampled", "template"):
-            config = run_config(model, episode={"history": history, "tokens": 800}, group_size=4)
+            config = run_config(model, episode={"history": history, "tokens": 800}, group_size=4, sampling=sampling)
             ChatFormat.of(tokenizer, config.rollout.episode).check(tools=tools)
             recorder = Recorder(engine)
             trajectories = await build_player(config, model, recorder, env=env).play("train", 0, samples=4)

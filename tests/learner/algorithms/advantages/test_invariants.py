@@ -31,6 +31,15 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
 
 
 @all_advantages
+def test_rank_without_episodes_of_an_env(name: str) -> None:
+    inputs = golden_batch()
+    none_BT = compute(name, inputs.of_rows(torch.zeros(len(inputs.mask_BT), dtype=torch.bool)))
+    assert none_BT.shape == (0, inputs.mask_BT.shape[1])
+    own_B = inputs.groups.index_B != 1
+    torch.testing.assert_close(compute(name, inputs.of_rows(own_B)), compute(name, rows(inputs, own_B.nonzero()[:, 0])))
+
+
+@all_advantages
 def test_values_outside_mask_do_not_matter(name: str) -> None:
     inputs = golden_batch()
     noise_BT = 1 - inputs.mask_BT

@@ -25,11 +25,22 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.experts import record_with_experts, write_experts
-from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, recorded_step, run_config, train
+from tests.learner.recorded import (
+    RECORDED_STEPS,
+    build_train_step,
+    mixed_config,
+    mixed_groups,
+    record,
+    recorded_step,
+    run_config,
+    train,
+)
 from tests.learner.trainers.rl.two_ranks import (
+    OF_ENVS,
     OPTIMIZERS,
     REPLAY,
     STEPS,
+    STREAMS,
     VARIANTS,
     variant_of,
     with_learner,
@@ -65,6 +76,7 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     described.write_text(f"{described.read_text()}\n")
     write_experts(folder / "experts")
     record_with_experts(folder / "groups-with-experts", 2, config)
+    record(folder / "groups-of-envs", 2, config, mixed_groups)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "tests.learner.trainers.rl.two_ranks", str(folder), str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -99,10 +111,17 @@ def test_recorded_shares_differ_in_micro_batches(two_ranks: TwoRanks) -> None:
     assert len(lengths) > 5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "envs"])
 def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
-    config = variant_of(two_ranks.config, variant)
-    alone = train(build_train_step(config, world), two_ranks.folder / "groups", range(2))
+    groups = two_ranks.folder / "groups"
+    if variant == "envs":
+        config, groups = (
+            mixed_config(with_learner(two_ranks.config, STREAMS), OF_ENVS),
+            groups.with_name("groups-of-envs"),
+        )
+    else:
+        config = variant_of(two_ranks.config, variant)
+    alone = train(build_train_step(config, world), groups, range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["grad_norm"] > 0

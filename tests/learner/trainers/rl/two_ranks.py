@@ -47,7 +47,7 @@ from slipstream.learner.trainers.rl.trainer import RLTrainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import build_train_step, preparer_of, prober_of, recorded_step, train
+from tests.learner.recorded import build_train_step, mixed_config, preparer_of, prober_of, recorded_step, train
 from tests.vision import gradient_norms
 
 STEPS = 3
@@ -77,6 +77,16 @@ OPTIMIZERS = ["muon", *(["adamw_8bit"] if find_spec("torchao") else [])]
 """Those that resume from a checkpoint of two ranks."""
 
 
+STREAMS = {"streams": {"rl": 1.0, "ce": 0.3, "ref_kl": 0.2}, "kl": {"coefficient": 0.0}}
+OF_ENVS = {
+    "one": {"advantage": "reinforce_plus_plus_baseline", "correction": {"normalise": True, "second_moment": 0.5}},
+    "two": {
+        "advantage": "gdpo",
+        "loss": {"name": "cispo", "aggregation": "seq-mean-token-sum"},
+        "streams": {"ce": 0.1},
+    },
+}
+"""Streams, and algorithms of the envs of a mixture; all groups of one of them are on one rank."""
 REPLAY = {"router_replay": True, "activation_checkpointing": "full"}
 """Settings of `learner` for a mixture of experts."""
 
@@ -289,6 +299,8 @@ def run_rank(rank: int, folder: Path) -> None:
     }
     replay = with_model(with_learner(config, REPLAY), folder / "experts")
     variants["experts"] = train(build_train_step(replay, world), folder / "groups-with-experts", range(2))
+    of_envs = mixed_config(with_learner(config, STREAMS), OF_ENVS)
+    variants["envs"] = train(build_train_step(of_envs, world), folder / "groups-of-envs", range(2))
     if world.is_root:
         (folder / "variants.json").write_text(json.dumps(variants), encoding="utf-8")
     leave_world()
