@@ -109,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(config: RunConfig, *, weights: bool) -> None:
     """Prints what `slipstream check` warns of. Raises: ConfigError with the problems that it finds."""
+    if not config.uses_buffer:
+        raise ConfigError(f"learner.trainer={config.learner.trainer.name} has no env to play: name one, or a run of RL")
     report = check(config, weights=weights)
     if report.problems:
         raise ConfigError(report.problems)

@@ -45,10 +45,11 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     arguments = parser.parse_args(argv)
     folder, config = find_run(arguments.run)
-    kind: Kind = "eval" if arguments.eval else "step"
+    # A training without a buffer generates for its measurements alone.
+    kind: Kind = "eval" if arguments.eval or not config.uses_buffer else "step"
     samples = _selected(read_samples(folder.samples, kind), step=arguments.step, order=arguments.order)
     if not samples:
-        what = "evaluation" if arguments.eval else "step"
+        what = "evaluation" if kind == "eval" else "step"
         raise SlipstreamError(f"{folder.samples} has no samples: they are kept from the run's first {what} on")
     decode = run_decoder(folder, config.model)
     shown = samples[: arguments.most]

@@ -332,12 +332,14 @@ class LearnerConfig(Section):
 
     def problems(self) -> list[str]:
         """Combinations within this section that can't work with any trainer."""
+        warmups = [] if self.uses_buffer else self._warmup_problems(0)  # of RL, a critic's pre-training counts too
         if self.compile and self.activation_checkpointing == "selective":
             return [
+                *warmups,
                 "learner.activation_checkpointing: selective chooses among operations, which learner.compile merges; "
-                "take full or none"
+                "take full or none",
             ]
-        return []
+        return warmups
 
     def rl_problems(self) -> list[str]:
         """Combinations within this section that can't work in RL."""

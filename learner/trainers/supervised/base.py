@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -20,6 +20,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.trainers import DataConfig, FileTrainer
+from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.data.balance import SequenceCost, balance_groups
 from slipstream.learner.data.examples import Example, Packed, UnusableRow, pack_examples
 from slipstream.learner.data.packing import aligned
@@ -65,10 +66,19 @@ class RowBatch(Generic[E]):
     """Rows that are left out, by reason, of all ranks."""
 
 
+@dataclass(frozen=True)
+class FileState(TrainState):
+    """The state of a training on rows of files."""
+
+    rows: int = 0
+    """Training rows, in an order that depends on their number."""
+
+
 @dataclass(kw_only=True)
 class SupervisedTrainer(Trainer[RowBatch[E]]):
     """One rank of a training of one model on rows of files."""
 
+    state: FileState = field(default_factory=FileState)
     policy: SingleModel
     options: FileTrainer
     encode: Callable[[Row, DataConfig], Sequence[E]]
@@ -157,6 +167,12 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """Measures the initial model on the validation rows."""
         if self.file_reporter is not None and resumed:
             self.file_reporter.continued(self.state.step)
+            if self.state.rows != self.order.rows:
+                log.warning(
+                    "the number of training rows has changed: from here on they come in another order, some again",
+                    before=self.state.rows,
+                    now=self.order.rows,
+                )
         if self.state.step == 0:
             self._validate()
 
@@ -195,6 +211,10 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         started = time.perf_counter()
         self._validate()
         return {"validation_s": time.perf_counter() - started}
+
+    def state_to_save(self) -> FileState:
+        """The state, with the number of training rows."""
+        return replace(self.state, rows=self.order.rows)
 
     def finish(self) -> None:
         """Writes the summary, which marks the run as finished."""

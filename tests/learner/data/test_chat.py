@@ -18,7 +18,13 @@ from slipstream.models.tokenizer import Tokenizer
 
 USER, SYSTEM = {"role": "user", "content": "One?"}, {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "First."}
-TURNS = [SYSTEM, USER, ANSWER, {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Second."}]
+TURNS: list[dict[str, Any]] = [
+    SYSTEM,
+    USER,
+    ANSWER,
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second."},
+]
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 WITH_CALL: list[dict[str, Any]] = [
@@ -159,9 +165,8 @@ def test_answers_with_their_stop_tokens_are_targets(make_encoder: MakeEncoder, c
 def test_targets_are_those_of_generation_marks(make_encoder: MakeEncoder) -> None:
     encoder = make_encoder(WITH_MARKS)
     (sequence,) = encoder.encode(Chat(TURNS))
-    rendered = AutoTokenizer.from_pretrained(encoder.tokenizer.model).apply_chat_template(
-        TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(encoder.tokenizer.model)
+    rendered = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     assert sequence.token_ids.tolist() == rendered["input_ids"]
     assert sequence.action_mask.tolist() == [bool(mark) for mark in rendered["assistant_masks"]]
 

@@ -93,3 +93,14 @@ def test_a_table_holds_rows_of_keys_that_come_and_go() -> None:
     assert {name: numbers(column) for name, column in columns.items()} == {
         "b": [1, None, None], "a": [None, 1, None],
     }  # fmt: skip
+
+
+def test_measurements_without_versions_are_of_their_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    losses = [{"kind": "eval", "step": number, "time_s": 1.0, "loss": 1.0 / (1 + number)} for number in (0, 20, 40)]
+    append(path, *losses, *({"kind": "step", "step": number, "loss": 2.0} for number in (20, 40)))
+    table = MetricsTable(path)
+    table.update()
+    series = table.series("eval", keys=["loss"])
+    assert series["step"] == [0, 20, 40]
+    assert series["columns"]["loss"] == [1.0, pytest.approx(1 / 21, rel=1e-5), pytest.approx(1 / 41, rel=1e-5)]

@@ -49,7 +49,7 @@ def test_runs_are_listed_with_their_states(server: Server, runs: Path) -> None:
     assert (listed["a"]["state"], listed["b"]["state"]) == ("stopped", "running")
     assert listed["a"] | {"updated_at": 0} == {
         "id": "a", "name": "a", "folder": str(runs / "a"), "state": "stopped", "step": 4, "steps": 9,
-        "started_at": 1000.5, "updated_at": 0, "reward": 0.4, "score": 0.25,
+        "started_at": 1000.5, "updated_at": 0, "trainer": "rl", "reward": 0.4, "score": 0.25, "loss": None,
     }  # fmt: skip
 
 

@@ -31,6 +31,29 @@ def drawn(progress: Progress, *, width: int = 100) -> str:
     return capture.get()
 
 
+def test_views_of_a_learner_alone_show_loss_and_rows() -> None:
+    step = {
+        "kind": "step", "step": 17, "loss": 0.4123, "epoch": 1.25, "rows": 31, "rows_dropped/too_long": 1,
+        "tokens": 4096, "lr": 1e-5, "grad_norm": 0.5, "step_s": 2.0, "learner_idle_fraction": 0.06, "accuracy": 0.75,
+    }  # fmt: skip
+    measured = {"kind": "eval", "step": 10, "loss": 0.5, "rows": 8, "eval_s": 0.1, "accuracy": 0.5}
+    start = replace(START, plan=replace(START.plan, is_rl=False), elapsed_s=75.0)
+    progress = apply_metrics(apply_metrics(start, step), measured)
+    shown = (
+        "0.4123",
+        "0.5000 (step 10, accuracy 0.5)",
+        "accuracy 0.75",
+        "1.25",
+        "1 rows left out: too_long",
+        "2,048 tokens/s",
+    )
+    for text in (drawn(progress), line(progress)):
+        for part in shown:
+            assert part in text
+        assert "reward" not in text
+        assert "staleness" not in text
+
+
 def test_table_shows_all_figures_of_a_step() -> None:
     text = drawn(apply_metrics(apply_metrics(replace(START, elapsed_s=75.0), STEP), EVAL))
     for part in (

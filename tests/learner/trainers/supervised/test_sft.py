@@ -255,6 +255,7 @@ def test_source_without_usable_rows_is_refused(digits_model: Path, world: World,
         (["learner.trainer={name: sft, data: a, validation: {}}"], "validation"),
         (["learner.trainer={name: sft, data: a, validation: {rows: 1, data: b}}"], "validation"),
         (["learner.trainer={name: sft, data: a, epochs: 3}"], "epochs"),
+        (["learner.trainer={name: sft, data: a}", "learner.steps=5"], "warmup_steps"),
     ],
 )
 def test_wrong_settings_are_named(settings: Sequence[str], named_key: str, tmp_path: Path) -> None:
