@@ -20,6 +20,7 @@ from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig
+from slipstream.configs.schema.trainers import SCALAR_TRAINERS
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.env.base import Env, Observation, Split, Task, gives_rewards, has_sessions, offers_tools
 from slipstream.env.images import separate_images
@@ -131,7 +132,8 @@ def _check_learner(config: RunConfig) -> Report:
         from slipstream.learner.models.load import ModelOptions, check_model
 
         try:
-            check_model(model, ModelOptions.of(config.model, config.learner))
+            scalar = config.learner.trainer.name in SCALAR_TRAINERS
+            check_model(model, ModelOptions.of(config.model, config.learner), language_head=not scalar)
         except ConfigError as error:
             report.problems += error.problems
         report.rows = check_rows(config, model)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.configs.registry import Registry
-from slipstream.configs.schema.base import NamedSection, PluginSection, Section, UserPath, one_of, registry_of
+from slipstream.configs.schema.base import (
+    NamedSection,
+    PluginSection,
+    Section,
+    UserPath,
+    names_of,
+    one_of,
+    registry_of,
+)
 
 
 class RlConfig(NamedSection):
@@ -151,6 +159,10 @@ class ValueModelConfig(FileTrainer):
 
     target: ClassVar[str] = "slipstream.learner.trainers.supervised.scalar:ValueModelTrainer"
     name: Literal["value_model"] = "value_model"
+
+
+SCALAR_TRAINERS: Final = (*names_of(RewardModelConfig), *names_of(ValueModelConfig))
+"""Names of trainers of models with a scalar head instead of the language head."""
 
 
 class PreferenceLoss(NamedSection):

@@ -21,6 +21,7 @@ from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
 from slipstream.learner.models.layers import (
     Checkpointing,
+    backbone_of,
     checkpoint_activations,
     compile_layers,
     decoder_of,
@@ -180,14 +181,17 @@ def _may_share(
     return not reasons
 
 
-def check_model(path: Path, options: ModelOptions) -> None:
+def check_model(path: Path, options: ModelOptions, *, language_head: bool = True) -> None:
     """Compares a model's files with its configuration, and the adapters' targets with its layers; no weight is read.
+
+    Args:
+        language_head: the files must have one.
 
     Raises: ConfigError when the learner can't train it.
     """
     attention.register()
     loader = _loader(path, _config(path), options)
-    loader.require_complete()
+    loader.require_complete(loader.model if language_head else backbone_of(loader.model))
     if options.lora is not None:
         require_peft()
         target_names(loader.model, decoder_of(loader.model), options.lora)

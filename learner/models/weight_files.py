@@ -126,8 +126,8 @@ class WeightLoader:
                 filled |= self._convert(first, conversion)
         self._require_parameters(filled, modules)
 
-    def require_complete(self) -> None:
-        """Compares the files' tensors with the model's, before anything is read or allocated.
+    def require_complete(self, part: nn.Module) -> None:
+        """Compares the files' tensors with those of the model or a part of it, before anything is read or allocated.
 
         Of those that are converted, the names alone.
 
@@ -137,7 +137,7 @@ class WeightLoader:
             self._require_shape(name, self._shape(self.files.sliceable(saved_as)), self._held(name).shape)
         if all(len(conversion.target_patterns) == 1 for conversion in self._converted.values()):
             found = {id(self._held(name)) for name in (*self._plain, *self._converted)}
-            self._require_parameters(found, {id(module) for module in self.model.modules()})
+            self._require_parameters(found, {id(module) for module in part.modules()})
 
     def _require_parameters(self, filled: set[int], modules: set[int]) -> None:
         """Raises: ConfigError if parameters of the modules are not among the filled tensors."""

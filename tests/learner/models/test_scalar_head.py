@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.data.packing import TokenSequence, all_actions, pack, whole_sequence
 from slipstream.learner.export import export_model
-from slipstream.learner.models.load import ModelOptions
+from slipstream.learner.models.load import ModelOptions, check_model
 from slipstream.learner.models.scalar_head import (
     ScalarModel,
     load_scalar_model,
@@ -60,6 +61,9 @@ def test_reward_is_that_of_transformers(experts: bool, digits_model: Path, world
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     wanted = [classifier(torch.from_numpy(ids)[None]).logits.item() for ids in TEXTS]
     assert rewards.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    check_model(tmp_path / "saved", OPTIONS, language_head=False)
+    with pytest.raises(ConfigError, match="lm_head"):
+        check_model(tmp_path / "saved", OPTIONS)
     again = load_scalar_model(tmp_path / "saved", OPTIONS, world, bias=False)
     assert values(again, [whole_sequence(ids) for ids in TEXTS]).equal(rewards)
 
