@@ -35,7 +35,7 @@ class AdvantageInputs:
     """One rank's episodes of a training step, one row each, however many trajectories they left.
 
     A row holds the actions of all trajectories of its episode in their order. A group's episodes are all on one rank,
-    in any order.
+    in any order. Where an env has an algorithm of its own, its groups alone are the inputs; a rank may have none.
     """
 
     mask_BT: Tensor
