@@ -259,6 +259,13 @@ class RunConfig(Section):
         problems = learner.distill.problems(
             temperature=self.rollout.sampling.temperature, context_parallel=learner.parallel.cp
         )
+        labels = [str(each.get("label") or each.get("name")) for each in self._mixed_envs]
+        problems += [
+            f"learner.distill.teachers.{number}.env={teacher.env} is no label of an env in env.options.envs"
+            + (f"; there are {', '.join(labels)}" if labels else ", which a mixture has")
+            for number, teacher in enumerate(learner.distill.teachers)
+            if teacher.env is not None and teacher.env not in labels
+        ]
         if not any(algorithm.streams.ref_kl for algorithm in self.algorithms.values()):
             problems.append("learner.distill has no weight; set learner.streams.ref_kl, such as 1")
         return problems

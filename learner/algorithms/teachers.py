@@ -66,7 +66,6 @@ class Teachers:
     """In the order of the configuration."""
     policy: nn.Module
     temperature: float
-    device: torch.device
 
     @property
     def averages(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -138,9 +137,16 @@ class Teachers:
         config = self.config.of_env(label)
         if config is None:
             return None
-        given = trajectory.teacher_logprobs if config.url is not None else trajectory.teacher_prompt
-        needed = config.url is not None or config.context is not None
-        return None if needed and not given else self.config.teachers.index(config)
+        if config.context is not None and not trajectory.teacher_prompt:
+            return None
+        if config.url is not None and not self._has_scores(trajectory):
+            return None
+        return self.config.teachers.index(config)
+
+    def _has_scores(self, trajectory: Trajectory) -> bool:
+        """True if an engine has scored the trajectory; of groups from before a change of the settings none has."""
+        scored, k = len(trajectory.teacher_logprobs), self.config.top_k
+        return scored > 0 and (k is None or len(trajectory.teacher_top_ids) == scored * k)
 
 
 @dataclass(frozen=True)
@@ -296,4 +302,4 @@ def load_teachers(
             teachers.append(Teacher(teacher, model, is_policy=True))
         else:
             teachers.append(Teacher(teacher, load_model(policy, options, world).requires_grad_(False)))
-    return Teachers(config, teachers, model, temperature, world.device)
+    return Teachers(config, teachers, model, temperature)

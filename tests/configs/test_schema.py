@@ -265,6 +265,7 @@ def test_targets_of_traces_and_metrics(overrides: list[str], trace: str | None, 
         (["learner.distill.teachers=[{context: '{prompt'}]"], "learner.distill.teachers.0 {{"),
         (["learner.distill.teachers=[{context: '{prompt}'}]"], "learner.distill.teachers.0 {reference}"),
         (["learner.distill.teachers=[{env: a}, {env: a}]"], "learner.distill 'a'"),
+        (["learner.distill.teachers=[{env: a}]"], "learner.distill.teachers.0.env=a env.options.envs"),
         (["learner.distill.teachers=[{url: 'http://h'}]"], "learner.distill top_k"),
         (["learner.distill={teachers: [{}], loss: advantage, top_k: 3}"], "learner.distill top_k"),
         (

@@ -209,6 +209,8 @@ def test_tokens_to_choose_from_keep_their_places() -> None:
     [
         (changed(token_ids=b"\0" * 12), "different lengths"), (changed(token_ids=b"\0" * 15), "different lengths"),
         (changed(behaviour_logprobs=b"\0" * 20), "different lengths"),
+        (changed(teacher_logprobs=b"\0" * 5), "teacher"), (changed(teacher_prompt=b"\0" * 5), "teacher"),
+        (changed(teacher_top_ids=b"\0" * 8), "teacher"),
         (changed(action_mask=b"\0\0\1\1\1"), "different lengths"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span"),

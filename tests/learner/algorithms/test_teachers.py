@@ -52,6 +52,13 @@ def distilling(make_config: MakeConfig, loss: str, *teachers: dict[str, Any], **
     return make_config(distill=distill, updates_per_step=1, streams={"rl": 0, "ref_kl": 1})
 
 
+def mixed(config: RunConfig, *teachers: dict[str, Any]) -> RunConfig:
+    """The run on a mixture of the envs `one` and `two`, with these teachers."""
+    tree = mixed_config(config, {}).model_dump(mode="json", exclude_unset=True)
+    tree["learner"]["distill"]["teachers"] = [*teachers]
+    return RunConfig.model_validate(tree)
+
+
 def with_rows(data: StepData, change: Callable[[int, m.Trajectory], m.Trajectory]) -> StepData:
     return replace(data, trajectories=[change(row, each) for row, each in enumerate(data.trajectories)])
 
@@ -165,18 +172,22 @@ def test_an_engine_gives_what_the_same_model_gives_here(
 def test_several_teachers_score_the_answers_of_their_envs(
     world: World, make_config: MakeConfig, groups: Path, teacher: Path
 ) -> None:
-    config = distilling(make_config, "forward_kl", {"model": str(teacher), "env": "a"}, {"env": "b"})
+    of_one = {"model": str(teacher), "env": "one"}
+    config, alone = (
+        mixed(distilling(make_config, "forward_kl", {}), *each) for each in ((of_one, {"env": "two"}), (of_one,))
+    )
     data = first_step(config, groups)
-    labels = ["abc"[row % 3] for row in range(len(data.trajectories))]
+    labels = [("one", "two", "other")[row % 3] for row in range(len(data.trajectories))]
     data = with_rows(
         data, lambda row, each: msgspec.structs.replace(each, scores={**each.scores, f"mix/{labels[row]}": 0})
     )
     sizes = [len(actions_of(each)) for each in data.trajectories]
-    only_a = distilling(make_config, "forward_kl", {"model": str(teacher), "env": "a"})
-    figures, of_a = (build_train_step(each, world).run(data, unpublished_steps=0) for each in (config, only_a))
-    a, b = (sum(size for size, label in zip(sizes, labels, strict=True) if label == wanted) for wanted in "ab")
+    figures, of_a = (build_train_step(each, world).run(data, unpublished_steps=0) for each in (config, alone))
+    a, b = (
+        sum(size for size, label in zip(sizes, labels, strict=True) if label == wanted) for wanted in ("one", "two")
+    )
     assert figures["distill/share"] == pytest.approx((a + b) / sum(sizes))
-    # The policy is its initial weights, with which env b's teacher agrees.
+    # The policy is its initial weights, with which the teacher of the second env agrees.
     assert figures["distill/kl"] == pytest.approx(of_a["distill/kl"] * a / (a + b), rel=1e-4)
 
 
