@@ -70,12 +70,12 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
         grouped = [options.prompt + options.answer] * options.group
         shared = replace(usual, lengths=grouped, prompt=options.prompt, group=options.group)
         cases = {OURS: usual, LEAN: lean, SHARED: shared, ALONE: replace(shared, shares_prefixes=False)}
-        saving = 0.0
+        computed: dict[str, Mapping[str, float]] = {}
         for loop in interleave(options.rounds, loops):
             if loop in cases:
                 measured = run_case(workers, cases[loop], ranks=1)
                 result = asdict(measured)
-                saving = max(saving, measured.figures["prefix_saving"])
+                computed[loop] = measured.figures
             else:
                 python = Path(sys.executable) if loop == PLAIN else options.trl_python
                 result = run_loop(workers, python, "plain" if loop == PLAIN else "trl", workers.folder, _task(usual))
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     figures.show(
         *figures_of({loop: results[loop] for loop in loops if loop not in (SHARED, ALONE)}, sum(lengths) - len(lengths))
     )
-    figures.show(*sharing_figures(results, sum(grouped) - len(grouped), saving))
+    figures.show(*sharing_figures(results, sum(grouped) - len(grouped), computed))
     return {"results": results, "lengths": lengths}
 
 
@@ -138,16 +138,21 @@ def figures_of(results: Results, tokens: int) -> Iterator[Figure]:
         yield Figure("  peak memory of the process", memory / 1e9, "GB", MEMORY.get(loop))
 
 
-def sharing_figures(results: Results, tokens: int, saving: float) -> Iterator[Figure]:
+def sharing_figures(results: Results, tokens: int, computed: Mapping[str, Mapping[str, float]]) -> Iterator[Figure]:
     """Speed in input tokens of the sequences, prompts included, and over that of each sequence alone, by CPU time.
 
     Args:
-        saving: share of the tokens that is not computed again.
+        computed: metrics of a step, by loop. The ratio of operations is less than that of tokens: the head computes
+            all actions in both.
     """
     for loop in (SHARED, ALONE):
         yield Figure(loop, tokens / median(each["step_s"] for each in results[loop]), "tokens/s")
+        yield Figure(
+            "  peak memory of the process", median(each["process_bytes"] for each in results[loop]) / 1e9, "GB"
+        )
     shared, alone = (median(each["cpu_s"] for each in results[loop]) for loop in (SHARED, ALONE))
+    saving = computed[SHARED]["prefix_saving"]
     yield Figure("  speed by that of each answer alone", alone / shared, "", SHARING["speed"])
     yield Figure("  share of the ratio of computed tokens", alone / shared * (1 - saving), "", SHARING["share"])
-    for loop in (SHARED, ALONE):
-        yield Figure(f"  peak memory, {loop}", median(each["process_bytes"] for each in results[loop]) / 1e9, "GB")
+    operations = computed[ALONE]["flops"] / computed[SHARED]["flops"]
+    yield Figure("  share of the ratio of computed operations", alone / shared / operations)

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from slipstream.learner.data.balance import Work
 
-LEAST_SAVING: Final = 0.1
+LEAST_SAVING: Final = 0.2
 """Share of its sequences' tokens that a tree must save; else each of them is computed alone."""
+COMPARED: Final = 16
+"""A node takes as long as the comparison of so many sequences."""
 ROOT: Final = -1
 
 Tokens = NDArray[Any]
@@ -75,9 +77,21 @@ class PrefixTree:
 
     @property
     def work(self) -> Work:
-        """Work of a pass over all nodes."""
-        squares = ((depth + length) ** 2 - depth**2 for depth, length in zip(self.depths, self.lengths, strict=True))
-        return Work(sum(self.lengths), sum(squares))
+        """Work of a pass over all trees."""
+        works = self.works
+        return Work(sum(work.tokens for work in works), sum(work.squares for work in works))
+
+    @property
+    def works(self) -> list[Work]:
+        """Work of a pass over each tree, in the order of their roots."""
+        works: list[Work] = []
+        for parent, depth, length in zip(self.parents, self.depths, self.lengths, strict=True):
+            own = Work(length, (depth + length) ** 2 - depth**2)
+            if parent == ROOT:
+                works.append(own)
+            else:
+                works[-1] = Work(works[-1].tokens + own.tokens, works[-1].squares + own.squares)
+        return works
 
     def padded(self, tokens: int) -> "PrefixTree":
         """The trees and one more of so many tokens, if there are any."""
@@ -185,20 +199,20 @@ def shared_items(inputs: Sequence[Tokens], sharing: PrefixSharing | None, *, bud
         sharing: None: nothing is shared.
     """
     items = [Item([index], Work.of_length(len(tokens))) for index, tokens in enumerate(inputs)]
-    # No pair can save enough; with short sequences and a small model this is the usual case.
-    if sharing is None or sum(item.work.tokens for item in items) < 2 * sharing.least_tokens or len(items) == 1:
+    if sharing is None or len(items) == 1:
         return items
+    most = sum(item.work.tokens for item in items)
+    if most < 2 * sharing.least_tokens or most * COMPARED < len(items) * sharing.least_tokens:
+        return items  # short sequences of a small model
     tree, positions = build_tree(inputs, least_tokens=sharing.least_tokens)
-    root_of_start = {start: node for node, start in enumerate(tree.starts) if tree.parents[node] == ROOT}
-    members: dict[int, list[int]] = {}
+    roots = [start for start, parent in zip(tree.starts, tree.parents, strict=True) if parent == ROOT]
+    members: dict[int, list[int]] = {start: [] for start in roots}
     for index, places in enumerate(positions):
-        members.setdefault(root_of_start[int(places[0])], []).append(index)
+        members[int(places[0])].append(index)
     found: list[Item] = []
-    for indices in members.values():
-        if len(indices) == 1:
-            found.append(items[indices[0]])
-            continue
-        for part in _within_budget(inputs, indices, sharing, budget):
+    for indices, work in zip(members.values(), tree.works, strict=True):
+        fits = work.tokens <= budget
+        for part in [Item(indices, work)] if fits else _within_budget(inputs, indices, sharing, budget):
             alone = sum(items[index].work.tokens for index in part.indices)
             saves = part.work.tokens <= (1 - LEAST_SAVING) * alone
             found += [part] if saves else [items[index] for index in part.indices]

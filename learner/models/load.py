@@ -150,7 +150,7 @@ def load_and_check(
         split_batches(trained, world.mesh["cp"])
     context = context_of(trained)
     check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context)
-    if options.attention not in WITHOUT_TREES:
+    if options.attention not in WITHOUT_TREES and not options.router_replay:
         rule = PrefixSharing(least_tokens(loader.model, world.device))
         share_prefixes_of(trained, rule if _may_share(decoder, run, options, world, context) else None)
     reshard(trained)
