@@ -232,6 +232,13 @@ async def silent(task: Task, endpoint: AgentEndpoint) -> float:
     return 1.0
 
 
+async def gives_up(task: Task, endpoint: AgentEndpoint) -> float:
+    http = Http.of(endpoint)
+    await http.chat()
+    await http.ask("/close", {"state": "void"})
+    return 0.0
+
+
 async def infinite(task: Task, endpoint: AgentEndpoint) -> float:
     await Http.of(endpoint).chat()
     return float("inf")
@@ -241,7 +248,7 @@ async def infinite(task: Task, endpoint: AgentEndpoint) -> float:
     ("agent", "reason"),
     [
         (crashes, "agent_error"), (forgets, "reward_missing"), (lingers, "agent_timeout"), (silent, "agent_error"),
-        (infinite, "agent_error"),
+        (infinite, "agent_error"), (gives_up, "session_void"),
     ],
 )  # fmt: skip
 async def test_failure_is_counted_with_its_tokens(
