@@ -51,7 +51,8 @@ def look_up(task: dict[str, Any], key: str) -> str:
 @cache
 def shared_client() -> AsyncOpenAI:
     """One client, and so one pool of connections, for all episodes of a rollout server."""
-    return AsyncOpenAI(base_url="http://unset", api_key="unset", max_retries=2)
+    # Hundreds of episodes begin at once: by default a connection must be there within 5 s.
+    return AsyncOpenAI(base_url="http://unset", api_key="unset", timeout=300)
 
 
 async def play(task: Any, endpoint: Any) -> float:

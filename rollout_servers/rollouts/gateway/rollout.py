@@ -60,11 +60,14 @@ class AgentRollout:
 
     async def _play(self, task: Task, *, greedy: bool, until: float, tally: Tally) -> PlayedEpisode:
         """Raises: EpisodeFailed, EngineError."""
-        wall_s = self._config.episode.wall_s
-        wall_at = until if wall_s is None else min(until, asyncio.get_running_loop().time() + wall_s)
-        with self._gateway.session(task, greedy=greedy, until=wall_at, tally=tally) as session:
+        with self._gateway.session(task, greedy=greedy, until=until, tally=tally) as session:
             try:
+                if self._env.from_outside:
+                    await self._taken(session)
+                if self._config.episode.wall_s is not None:
+                    session.until = min(until, asyncio.get_running_loop().time() + self._config.episode.wall_s)
                 reward = await self._agent(session, until=until)
+                _require_not_given_up(session)
                 if reward is None and self._env.needs_reward and not session.rewarded.is_set():
                     await self._posted_reward(session, until)
             finally:
@@ -72,11 +75,19 @@ class AgentRollout:
                 await session.settle()
             return self._played(session, reward)
 
+    async def _taken(self, session: Session) -> None:
+        """Offers a session until an agent from outside takes it. Raises: EpisodeFailed."""
+        try:
+            async with asyncio.timeout_at(session.until):
+                await self._gateway.offer(session)
+        except TimeoutError:
+            raise EpisodeFailed("agent_timeout", "no agent has opened the session") from None
+
     async def _agent(self, session: Session, *, until: float) -> float | None:
         """Runs the agent, or waits for one from outside, until it has ended. Raises: EpisodeFailed, EngineError."""
         agent: asyncio.Future[Any]
         if self._env.from_outside:
-            agent = asyncio.create_task(self._outside(session))
+            agent = asyncio.create_task(_ended(session))
         else:
             endpoint = AgentEndpoint(self._gateway.session_url(session), session.key, self._gateway.model)
             agent = asyncio.wrap_future(self._loop.submit(self._env.run_agent, session.task, endpoint))
@@ -103,15 +114,6 @@ class AgentRollout:
             if session.limit is None or asyncio.get_running_loop().time() >= until:
                 raise
             return None
-
-    async def _outside(self, session: Session) -> None:
-        """Raises: EpisodeFailed for a session that was closed as failed or void."""
-        await self._gateway.offer(session)
-        await session.ended.wait()
-        if session.state is State.FAILED:
-            raise EpisodeFailed("agent_error", "the agent closed its session as failed")
-        if session.state is State.VOID:
-            raise EpisodeFailed("session_void", "the agent closed its session as void")
 
     async def _posted_reward(self, session: Session, until: float) -> None:
         """Waits for the reward of an agent from outside, which may come after its end. Raises: EpisodeFailed."""
@@ -156,6 +158,19 @@ class AgentRollout:
             ended=ended,
         )
         return PlayedEpisode([branch.transcript for branch in branches], view, sorted(rewards), metrics)
+
+
+async def _ended(session: Session) -> None:
+    """Returns once an agent from outside has closed its session."""
+    await session.ended.wait()
+
+
+def _require_not_given_up(session: Session) -> None:
+    """Raises: EpisodeFailed for a session that its agent has closed as failed or void."""
+    if session.state is State.FAILED:
+        raise EpisodeFailed("agent_error", "the agent closed its session as failed")
+    if session.state is State.VOID:
+        raise EpisodeFailed("session_void", "the agent closed its session as void")
 
 
 def _checked(reward: object) -> float | None:

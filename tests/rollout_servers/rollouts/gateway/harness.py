@@ -1,11 +1,15 @@
 """Agents and gateways of the tests: real clients, against a real engine or one whose answers are scripted."""
 
+import asyncio
+import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from openai import AsyncOpenAI
 
 from slipstream.configs import RunConfig
@@ -15,6 +19,8 @@ from slipstream.rollout_servers.rollouts.gateway.app import serving
 from slipstream.rollout_servers.rollouts.player import Player
 from tests.rollout_servers.scripted import build_player
 
+DEADLINE_S = 30.0
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 Agent = Callable[[Task, AgentEndpoint], Awaitable[float | None]]
 
 
@@ -104,3 +110,43 @@ async def served(model: Path, engine: Any, env: Env, **rollout: Any) -> AsyncIte
 def client(endpoint: AgentEndpoint, **options: Any) -> AsyncOpenAI:
     """OpenAI's client of a session."""
     return AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, **options)
+
+
+class Http:
+    """Requests with a key, each on a connection of its own."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+
+    @classmethod
+    def of(cls, endpoint: AgentEndpoint) -> "Http":
+        return cls(endpoint.session_url, endpoint.api_key)
+
+    async def ask(self, path: str, body: Any = None, **headers: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with httpx.AsyncClient(headers=self._headers | headers, timeout=DEADLINE_S, verify=False) as http:
+            if body is None:
+                return await http.get(self._url + path)
+            return await http.post(self._url + path, content=content)
+
+    async def chat(self, messages: Any = HELLO, *, headers: Any = None, **options: Any) -> httpx.Response:
+        return await self.ask("/v1/chat/completions", {"messages": messages, **options}, **(headers or {}))
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+def is_true(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
+    async def found() -> bool:
+        return condition()
+
+    return found
+
+
+def is_set(event: threading.Event) -> Callable[[], Awaitable[bool]]:
+    """Of another thread: agents run beside the gateway."""
+    return is_true(event.is_set)

@@ -1,12 +1,11 @@
-"""The gateway over HTTP: keys, bounds, retries, rewards and sessions from outside."""
+"""The gateway over HTTP: keys, bounds, retries and rewards."""
 
 import asyncio
 import itertools
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +20,19 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.gateway import app
-from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tally import Tally
-from tests.rollout_servers.rollouts.chat import build_chat_model
-from tests.rollout_servers.rollouts.gateway.harness import AgentTask, Recorder, client, served
-from tests.rollout_servers.rollouts.test_conversation import chat_answer
-
-DEADLINE_S = 30.0
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_chat_model(tmp_path_factory.mktemp("gateway") / "model", "chatml")
-
-
-@pytest.fixture(scope="module")
-def answers(model: Path) -> Callable[..., Recorder]:
-    tokenizer = Tokenizer(model)
-
-    def make(*texts: str, **options: Any) -> Recorder:
-        return Recorder(None, [chat_answer(tokenizer, f"{text}<|im_end|>") for text in texts], **options)
-
-    return make
-
-
-class Http:
-    """Requests with a key, each on a connection of its own."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
-        self._headers = {"authorization": f"Bearer {key}".encode()} if key else {}
-
-    @classmethod
-    def of(cls, endpoint: AgentEndpoint) -> "Http":
-        return cls(endpoint.session_url, endpoint.api_key)
-
-    async def ask(self, path: str, body: Any = None, **headers: Any) -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with httpx.AsyncClient(headers=self._headers | headers, timeout=DEADLINE_S, verify=False) as http:
-            if body is None:
-                return await http.get(self._url + path)
-            return await http.post(self._url + path, content=content)
-
-    async def chat(self, messages: Any = HELLO, *, headers: Any = None, **options: Any) -> httpx.Response:
-        return await self.ask("/v1/chat/completions", {"messages": messages, **options}, **(headers or {}))
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
-
-
-def is_true(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
-    async def found() -> bool:
-        return condition()
-
-    return found
-
-
-def is_set(event: threading.Event) -> Callable[[], Awaitable[bool]]:
-    """Of another thread: agents run beside the gateway."""
-    return is_true(event.is_set)
+from tests.rollout_servers.rollouts.gateway.harness import (
+    DEADLINE_S,
+    HELLO,
+    AgentTask,
+    Http,
+    Recorder,
+    client,
+    is_set,
+    is_true,
+    served,
+    until,
+)
 
 
 def then(text: str, more: str) -> list[Any]:
@@ -232,6 +181,13 @@ async def silent(task: Task, endpoint: AgentEndpoint) -> float:
     return 1.0
 
 
+async def gives_up(task: Task, endpoint: AgentEndpoint) -> float:
+    http = Http.of(endpoint)
+    await http.chat()
+    await http.ask("/close", {"state": "void"})
+    return 0.0
+
+
 async def infinite(task: Task, endpoint: AgentEndpoint) -> float:
     await Http.of(endpoint).chat()
     return float("inf")
@@ -241,7 +197,7 @@ async def infinite(task: Task, endpoint: AgentEndpoint) -> float:
     ("agent", "reason"),
     [
         (crashes, "agent_error"), (forgets, "reward_missing"), (lingers, "agent_timeout"), (silent, "agent_error"),
-        (infinite, "agent_error"),
+        (infinite, "agent_error"), (gives_up, "session_void"),
     ],
 )  # fmt: skip
 async def test_failure_is_counted_with_its_tokens(
@@ -386,68 +342,3 @@ async def test_bad_requests_are_refused_and_delay_nobody(
     assert (refused["malformed"] + refused["invalid_request"], refused["body_too_large"]) == (1000, 1)
     assert sorted(trajectory.scores["env/calls"] for trajectory in trajectories)[-1] == 20
     assert max(waits_s) < 5.0
-
-
-# --- sessions from outside --------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def outside(model: Path, recorder: Recorder, **rollout: Any) -> AsyncIterator[tuple[Player, Http]]:
-    """A gateway for agents from outside, and a client with its key."""
-    async with served(model, recorder, AgentTask(None), **rollout) as player:
-        assert player.gateway is not None
-        file = next((model.parent / "runs" / "run" / "gateways").glob("*.json"))
-        assert file.stat().st_mode & 0o077 == 0
-        found = json.loads(file.read_text())
-        yield player, Http(found["url"], found["key"])
-
-
-async def opened(http: Http) -> AgentEndpoint:
-    """A session, once a ticket waits for it."""
-    async with asyncio.timeout(DEADLINE_S):
-        while (response := await http.ask("/sessions", b"")).status_code == 429:
-            assert float(response.headers["retry-after"]) > 0
-            await asyncio.sleep(0.01)
-    assert response.status_code == 201
-    given = response.json()
-    assert given["task"]["info"] == {"from": "a test"}
-    assert given["base_url"] == given["session_url"] + "/v1"
-    return AgentEndpoint(given["session_url"], given["api_key"], given["model"])
-
-
-async def test_session_from_outside_waits_for_its_reward(model: Path, answers: Callable[..., Recorder]) -> None:
-    async with outside(model, answers("One", "Two")) as (player, http):
-        assert (await http.ask("/sessions", b"")).status_code == 429
-        playing = asyncio.create_task(player.play("train", 0, samples=2))
-        sessions = [Http.of(await opened(http)) for _ in range(2)]
-        assert (await http.ask("/sessions", b"")).status_code == 429
-        for session in sessions:
-            (await session.chat()).raise_for_status()
-            assert (await session.ask("/close", {"state": "done"})).json() == {"state": "done"}
-            assert (await session.chat()).status_code == 410
-        assert not playing.done()
-        for session, reward in zip(sessions, (0.25, 0.75), strict=True):
-            shown = (await session.ask("")).json()
-            tokens = len(shown["nodes"][0]["token_ids"])
-            assert shown["tokens"] == {"sampled": tokens, "trained": tokens, "unused": 0}
-            (await session.ask("/reward", {"reward": reward})).raise_for_status()
-        assert sorted(trajectory.reward for trajectory in await playing) == [0.25, 0.75]
-        assert (await sessions[0].ask("/reward", {"reward": 1.0})).status_code == 410
-
-
-@pytest.mark.parametrize(
-    ("state", "reason"), [("failed", "agent_error"), ("void", "session_void"), ("done", "reward_missing")]
-)
-async def test_closed_session_without_a_reward_fails(
-    model: Path, answers: Callable[..., Recorder], state: str, reason: str
-) -> None:
-    tally = Tally()
-    async with outside(model, answers("One"), group_deadline_s=5.0) as (player, http):
-        playing = asyncio.create_task(player.generate("train", 0, samples=1, tally=tally))
-        session = Http.of(await opened(http))
-        (await session.chat()).raise_for_status()
-        (await session.ask("/close", {"state": state})).raise_for_status()
-        with pytest.raises(EpisodeFailed) as caught:
-            await playing
-    assert caught.value.reason == reason
-    assert tally.unused == {reason: tally.sampled}
