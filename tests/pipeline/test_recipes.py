@@ -27,6 +27,8 @@ OTHERS = ("constants", "gsm8k", "mbpp", "smollm2_arithmetic")
 RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.yaml") if path.stem not in OTHERS)
 IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
+BASELINE = "remax"
+"""The recipe whose groups have the reward of a greedy answer."""
 STEPS = 3
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
 SMALL = ("learner.groups_per_step=4", "rollout.groups_in_flight=8")
@@ -37,7 +39,7 @@ AT_ONCE = 2
 def is_of_the_learner(recipe: Path) -> bool:
     """Whether the groups that it trains on could be the demo's."""
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    return tree.keys() <= {"extends", "run", "learner"} and not load_config(recipe).greedy_baseline
+    return tree.keys() <= {"extends", "run", "learner"} and recipe.stem != BASELINE
 
 
 ALGORITHMS = [recipe for recipe in RECIPES if is_of_the_learner(recipe)]
