@@ -76,7 +76,7 @@ def test_service_ends_with_the_run(make_config: MakeConfig, tmp_path: Path) -> N
                 assert asking.wait(PATIENCE_S) == code
         config.paths.summary.write_text("{}")
         assert process.wait(PATIENCE_S) == 0
-    with buffer(config, tmp_path, "--ping", "buffer.reply_deadline_s=0.1") as asking:
+    with buffer(config, tmp_path, "buffer.reply_deadline_s=0.1", "--ping") as asking:
         assert asking.wait(PATIENCE_S) == 1
 
 

@@ -34,6 +34,8 @@ IMAGES = "colours"
 """The recipe whose model only vLLM runs."""
 SELF = "self_distillation"
 """The recipe that starts from a model of another run."""
+BASELINE = "remax"
+"""The recipe whose groups have the reward of a greedy answer."""
 STEPS = 3
 PROCESS_REWARD = ("learner.process_reward.optimizer.warmup_steps=0",)
 CRITIC = ("learner.critic.pretrain_steps=1", "learner.critic.optimizer.warmup_steps=0")
@@ -45,7 +47,7 @@ AT_ONCE = 2
 def is_of_the_learner(recipe: Path) -> bool:
     """Whether the groups that it trains on could be the demo's."""
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    return tree.keys() <= {"extends", "run", "learner"} and not load_config(recipe).greedy_baseline
+    return tree.keys() <= {"extends", "run", "learner"} and recipe.stem != BASELINE
 
 
 ALGORITHMS = [recipe for recipe in RECIPES if is_of_the_learner(recipe)]
