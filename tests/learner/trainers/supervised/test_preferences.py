@@ -202,7 +202,7 @@ def test_policy_learns_from_the_groups_of_a_run(run: Path, digits_model: Path, w
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains(recipe: str, run: Path, world: World, tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}", f"learner.trainer.data=[{{run: {run}}}]", "learner.trainer.rows_per_step=5"]
-    overrides += ["learner.trainer.validation.rows=5", "learner.steps=2"]
+    overrides += ["learner.trainer.validation.rows=5", "learner.steps=2", "learner.optimizer.warmup_steps=0"]
     config = run_trainer(ROOT / "configs" / "recipes" / f"{recipe}.yaml", world, *overrides)
     records = [json.loads(line) for line in config.paths.metrics.read_text(encoding="utf-8").splitlines()]
     for record in (record for record in records if record["kind"] in ("step", "eval")):
