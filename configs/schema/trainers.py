@@ -90,11 +90,9 @@ def _sources(key: str, value: Any) -> Any:
     return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
 
 
-class SftConfig(FileTrainer):
-    """Supervised fine-tuning: cross-entropy of demonstrations."""
+class DemonstrationTrainer(FileTrainer):
+    """A training on demonstrations."""
 
-    target: ClassVar[str] = "slipstream.learner.trainers.supervised.sft:SftTrainer"
-    name: Literal["sft"] = "sft"
     assistant_only_loss: bool = True
     """Loss on the assistant's tokens, of rows with prompt and completion on the completion's; false: on all tokens. Of
     rows that are a text alone, all tokens count."""
@@ -105,7 +103,14 @@ class SftConfig(FileTrainer):
     """Tokens of the longest of these answers."""
 
 
-class DistillRowsConfig(SftConfig):
+class SftConfig(DemonstrationTrainer):
+    """Supervised fine-tuning: cross-entropy of demonstrations."""
+
+    target: ClassVar[str] = "slipstream.learner.trainers.supervised.sft:SftTrainer"
+    name: Literal["sft"] = "sft"
+
+
+class DistillRowsConfig(DemonstrationTrainer):
     """Offline distillation: divergence from a teacher on the assistant's tokens of demonstrations, or of its answers.
 
     Loss: `learner.streams.ref_kl` · divergence, by `learner.distill`, + `learner.streams.ce` · cross-entropy.

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.tracing import span
-from slipstream.configs.schema.trainers import DataConfig, SftConfig
+from slipstream.configs.schema.trainers import DataConfig, DemonstrationTrainer
 from slipstream.learner.data.chat import DemonstrationEncoder, read_demonstration
 from slipstream.learner.data.examples import Example, Packed, UnusableRow
 from slipstream.learner.metrics.samples import SampleStore
@@ -35,7 +35,7 @@ class SftTrainer(SupervisedTrainer[Example]):
     def encoder(cls, config: RunConfig, model: Path) -> Callable[[Row, DataConfig], Sequence[Example]]:
         """Makes the token sequences of demonstrations."""
         options = config.learner.trainer
-        assert isinstance(options, SftConfig), "the section of this trainer"
+        assert isinstance(options, DemonstrationTrainer), "the section of this trainer"
         encoder = DemonstrationEncoder(Tokenizer(model), options.assistant_only_loss)
 
         def encode(row: Row, source: DataConfig) -> Sequence[Example]:
@@ -63,7 +63,7 @@ class SftTrainer(SupervisedTrainer[Example]):
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Answers some of the validation prompts; the answers are kept as samples."""
         options = self.config.learner.trainer
-        assert isinstance(options, SftConfig), "the section of this trainer"
+        assert isinstance(options, DemonstrationTrainer), "the section of this trainer"
         if not options.completions or self.world.sizes.cp > 1:  # a sequence's last token is on another rank then
             return
         if self._prompts is None:
