@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive, default=16_414, help="of all answers together")
     add("--token-budget", type=positive, default=2048, help="of a micro-batch")
     add("--prompt", type=positive, default=1024, help="tokens of the prompt of a group of answers")
-    add("--group", type=positive, default=8, help="answers to that prompt")
+    add("--group", type=positive, default=8, help="answers to that prompt; 1: without this case")
     add("--answer", type=positive, default=128, help="tokens of each of them")
     add("--threads", type=positive, default=2, help="of each loop")
     add("--rounds", type=positive, default=3, help="processes for each figure")
@@ -60,7 +60,7 @@ def add_trl_option(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     """Measures and shows all figures. Raises: ConfigError without `--trl-python`'s file, SlipstreamError."""
     lengths = answer_lengths(options.answers, options.tokens)
-    loops = [OURS, LEAN, PLAIN, SHARED, ALONE] + ([TRL] if has_trl(options) else [])
+    loops = [OURS, LEAN, PLAIN] + ([TRL] if has_trl(options) else []) + ([SHARED, ALONE] if options.group > 1 else [])
     results: dict[str, list[Mapping[str, float]]] = {loop: [] for loop in loops}
     with Workers.start() as workers:
         model = write_model(MODEL, workers.folder / "model", dtype="float32")
@@ -84,7 +84,8 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     figures.show(
         *figures_of({loop: results[loop] for loop in loops if loop not in (SHARED, ALONE)}, sum(lengths) - len(lengths))
     )
-    figures.show(*sharing_figures(results, sum(grouped) - len(grouped), computed))
+    if options.group > 1:
+        figures.show(*sharing_figures(results, sum(grouped) - len(grouped), computed))
     return {"results": results, "lengths": lengths}
 
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.__main__ import command
 from benchmarks.figures import Figure
-from benchmarks.learner import LEAN, OURS, PLAIN, TRL, answer_lengths, figures_of
+from benchmarks.learner import ALONE, LEAN, OURS, PLAIN, SHARED, TRL, answer_lengths, figures_of, sharing_figures
 from benchmarks.loops import packed, padded
 from slipstream.configs.runtime.errors import ConfigError
 from tests.benchmarks.conftest import Measure, with_goals
@@ -17,15 +17,23 @@ from tests.contract.engines import VLLM_WARNINGS
 
 @pytest.mark.usefixtures("forked_workers")
 def test_learner_in_turns_with_a_plain_loop(measured: Measure) -> None:
-    record = measured(
-        "learner", "--answers 4 --tokens 64 --token-budget 32 --threads 1 --rounds 1 --prompt 24 --answer 4"
-    )
-    assert with_goals(record) == {
-        "speed by that of the plain loop", "peak memory of the process",
-        "speed by that of each answer alone", "share of the ratio of computed tokens",
-    }  # fmt: skip
+    record = measured("learner", "--answers 4 --tokens 64 --token-budget 32 --threads 1 --rounds 1 --group 1")
+    assert with_goals(record) == {"speed by that of the plain loop", "peak memory of the process"}
     assert all(value > 0 for value in record["value"].values())
     assert record["value"].keys() > {OURS, LEAN, PLAIN}
+
+
+def test_shared_prompt_is_compared_by_cpu_time() -> None:
+    results = {
+        SHARED: [{"step_s": 1.0, "cpu_s": 2.0, "process_bytes": 1e9}],
+        ALONE: [{"step_s": 4.0, "cpu_s": 6.0, "process_bytes": 2e9}],
+    }
+    computed = {SHARED: {"prefix_saving": 0.75, "flops": 1.0}, ALONE: {"prefix_saving": 0.0, "flops": 3.0}}
+    values = {figure.name.strip(): figure.value for figure in sharing_figures(results, 1000, computed)}
+    assert (values[SHARED], values[ALONE]) == (1000.0, 250.0)
+    assert values["speed by that of each answer alone"] == 3.0
+    assert values["share of the ratio of computed tokens"] == 0.75
+    assert values["share of the ratio of computed operations"] == 1.0
 
 
 def test_length_of_two_ranks_draws(measured: Measure, tmp_path: Path) -> None:
