@@ -27,7 +27,7 @@ PARTS = {
     "learner": "a learner's step on a CPU, in turns with a plain loop and TRL",
     "length": "a learner's step by length of answers and number of ranks, a core for each",
     "pipeline": "speed of the whole system by bound of staleness, beside the limit",
-    "staleness": "learning from data that is k steps old, with each objective",
+    "staleness": "learning from data that is k steps old, with each objective or recipe",
     "streams": "the dashboard's server: its first answer over a long run, and CPU time by number of clients",
     "trainings": "SFT and DPO on ragged rows, in turns with TRL",
     "weights": "speed and stall of weight updates",

@@ -1,6 +1,6 @@
 """Curves of the staleness runs, a table and a picture of all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -65,26 +65,53 @@ Cells = Mapping[str, Mapping[int, Sequence[Curves]]]
 
 
 def table(results: Results) -> Cells:
-    """Every objective ran at all lags."""
+    """The results by objective and lag."""
     cells: dict[str, dict[int, list[Curves]]] = {}
     for run in sorted(results, key=lambda run: run.lag):
         cells.setdefault(run.objective, {}).setdefault(run.lag, []).append(results[run])
     return cells
 
 
-def markdown(titles: Mapping[str, str], cells: Cells) -> str:
-    """A row for each objective, a column for each lag: reward at the end / area."""
-    lags = list(next(iter(cells.values())))
+def thinned(curves: Curves) -> dict[str, Any]:
+    """A run's measurements in little space: rewards averaged over `WINDOW` versions, the mean of each metric."""
+    blocks = [curves.rewards[start : start + WINDOW] for start in range(0, len(curves.rewards), WINDOW)]
+    return {
+        "end": round(curves.end, 4),
+        "area": round(curves.area, 4),
+        "rewards": [round(fmean(block), 3) for block in blocks],
+        "least_lag": min(curves.lags),
+        "figures": {name: fmean(values) for name, values in curves.figures.items()},
+        "seconds": round(curves.seconds, 1),
+    }
+
+
+def markdown(titles: Mapping[str, str], cells: Cells, *, seeds: int) -> str:
+    """A row for each objective, a column for each lag: reward at the end / area.
+
+    Args:
+        seeds: number of runs of a whole cell; a smaller number is shown.
+    """
+    lags = sorted({lag for row in cells.values() for lag in row})
     rows = [["objective", *(f"k = {lag}" for lag in lags)], ["---"] * (1 + len(lags))]
-    rows += [[title, *map(_cell, cells[name].values())] for name, title in titles.items() if name in cells]
+    for name, title in titles.items():
+        if name in cells:
+            rows.append([title, *(_cell(cells[name].get(lag, ()), seeds) for lag in lags)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _cell(curves: Sequence[Curves]) -> str:
+def _cell(curves: Sequence[Curves], seeds: int) -> str:
+    if not curves:
+        return "-"
     ends = [each.end for each in curves]
     low, high = min(ends), max(ends)
     spread = f" ({low:.2f} to {high:.2f})" if high - low > UNEVEN else ""
-    return f"{fmean(ends):.2f}{spread} / {fmean(each.area for each in curves):.2f}"
+    fewer = f" (n = {len(curves)})" if len(curves) < seeds else ""
+    return f"{fmean(ends):.2f}{spread} / {fmean(each.area for each in curves):.2f}{fewer}"
+
+
+def plottable(objectives: Sized) -> bool:
+    """True if each objective can have a colour and a dash of its own."""
+    return len(objectives) <= len(_STYLES)
 
 
 def draw(title: str, titles: Mapping[str, str], cells: Cells, path: Path) -> None:
@@ -92,8 +119,8 @@ def draw(title: str, titles: Mapping[str, str], cells: Cells, path: Path) -> Non
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    lags = list(next(iter(cells.values())))
-    throttled = any(set(each.lags) != {lag} for row in cells.values() for lag in lags for each in row[lag])
+    lags = sorted({lag for row in cells.values() for lag in row})
+    throttled = any(set(each.lags) != {lag} for row in cells.values() for lag, seeds in row.items() for each in seeds)
     heights = [3.2, 1.6] if throttled else [3.2]
     width = (3.3 if len(lags) > 2 else 4.6) * max(len(lags), 2)
     style: Any = {
@@ -109,10 +136,10 @@ def draw(title: str, titles: Mapping[str, str], cells: Cells, path: Path) -> Non
         figure.suptitle(f"Trained on answers that are k steps old: {title}", fontweight="bold")
         for column, lag in enumerate(lags):
             axes[0, column].set_title(f"k = {lag}")
-            for (name, label), (colour, dashes) in zip(titles.items(), _STYLES, strict=True):
-                if name in cells:
+            for (name, label), (colour, dashes) in zip(titles.items(), _STYLES, strict=False):
+                if curves := cells.get(name, {}).get(lag):
                     line = {"color": colour, "linestyle": dashes}
-                    _draw_objective(list(axes[:, column]), label, cells[name][lag], line)
+                    _draw_objective(list(axes[:, column]), label, curves, line)
         axes[0, 0].set_ylabel("reward of fresh answers")
         axes[0, 0].set_ylim(-0.02, 1.03)
         handles, labels = axes[0, 0].get_legend_handles_labels()

@@ -66,7 +66,7 @@ def _run(train_step: TrainStep, lag: int, generate: Callable[[int], Sequence[Gro
         weighted_groups = [[(groups[index], 1.0) for index in indices] for indices in assigned]
         data = build_step(
             weighted_groups,
-            learner=learner,
+            algorithms=train_step.algorithms,
             rewards=train_step.rewards,
             step=step,
             consuming_version=step,

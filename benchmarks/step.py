@@ -24,7 +24,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.learner.cli import end_process
-from slipstream.learner.data.balance import SequenceCost, balance_groups
+from slipstream.learner.data.balance import SequenceCost, Work, balance_groups
 from slipstream.learner.data.buffer_feed import StepData, build_step
 from slipstream.learner.models.layers import Checkpointing
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
@@ -193,11 +193,11 @@ def step_data(lengths: Sequence[int], config: RunConfig, cost: SequenceCost, wor
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     groups = [_group(rng.integers(4, vocabulary, length), number) for number, length in enumerate(lengths)]
     shares, plan = balance_groups(
-        [[length - 1] for length in lengths], world.size, budget=learner.token_budget, cost=cost
+        [[Work.of_length(length - 1)] for length in lengths], world.size, budget=learner.token_budget, cost=cost
     )
     return build_step(
         [[(groups[index], 1.0) for index in shares[world.rank]]],
-        learner=learner,
+        algorithms=config.algorithms,
         rewards=[],
         step=1,
         consuming_version=0,

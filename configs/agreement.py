@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.distill import DistillConfig
 
 PRECISION: Final = "model.dtype"
 """The precision on a host: the only setting that the buffer may lack and the learner has."""
@@ -73,6 +74,7 @@ def rl_rank_settings(config: RunConfig) -> dict[str, str]:
     return {
         **learner_settings(config),
         **rank_settings(config),
+        **{f"algorithm of env {label}": str(each) for label, each in config.algorithms.items() if label},
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
     }
@@ -99,8 +101,18 @@ def _shared_settings(config: RunConfig) -> dict[str, str]:
         **({} if config.model.dtype == "auto" else {PRECISION: config.model.dtype}),
         "model.lora": str(config.model.lora),
         "rollout.group_size": str(config.rollout.group_size),
+        "learner.distill": _distillation(config.learner.distill),
         "rewards": ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in config.rewards)),
     }
+
+
+def _distillation(distill: DistillConfig | None) -> str:
+    """What rollout servers give to a distillation; models are the learner's, and may have another path there."""
+    if distill is None:
+        return "none"
+    keys = ("env", "url", "server", "context", "solution_reward")
+    teachers = [", ".join(f"{key}={getattr(teacher, key)}" for key in keys) for teacher in distill.teachers]
+    return f"top_k={distill.top_k}; {'; '.join(teachers)}"
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -86,6 +86,11 @@ class RunPaths:
         return self.root / "prometheus"
 
     @property
+    def gateways(self) -> Path:
+        """Addresses and keys of the rollout servers' gateways, a file each."""
+        return self.root / "gateways"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.root / "checkpoints"

@@ -162,6 +162,58 @@ class SessionEnv(Env, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AgentEndpoint:
+    """Where an agent finds its model: an OpenAI or Anthropic client of this address and key needs nothing else.
+
+    Attributes:
+        session_url: of the session, `http://127.0.0.1:1234/s/ID`: Anthropic's clients append `/v1/messages`. Rewards
+            are posted to `reward` below it.
+        api_key: of this session alone.
+        model: name of the model.
+    """
+
+    session_url: str
+    api_key: str
+    model: str
+
+    @property
+    def base_url(self) -> str:
+        """The address for clients of OpenAI."""
+        return f"{self.session_url}/v1"
+
+
+class AgentEnv(Env, Protocol):
+    """An `Env` whose episodes are played by agents, programs that call the policy through the gateway.
+
+    Attributes:
+        from_outside: the agents open their sessions themselves, by `POST /sessions`; `run_agent` is not called.
+        needs_reward: an episode fails (`reward_missing`) if neither `run_agent` nor the agent gave a reward; otherwise
+            the run's `rewards` may score it alone.
+    """
+
+    from_outside: bool
+    needs_reward: bool
+
+    async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> float | None:
+        """Plays one episode; returns its reward, or None where the agent posts it or the run's `rewards` score it.
+
+        All agents run in one event loop beside the server's. It may raise: that costs the episode (`agent_error`),
+        which is never a reward of 0. It is cancelled at the episode's deadline.
+        """
+        ...
+
+
+def runs_agents(env: Env) -> TypeGuard[AgentEnv]:
+    """True if the env has a method `run_agent`."""
+    return callable(getattr(env, "run_agent", None))
+
+
+def gives_rewards(env: Env) -> bool:
+    """True if episodes have rewards by the env itself, and several answers."""
+    return has_sessions(env) or runs_agents(env)
+
+
 def has_sessions(env: Env) -> TypeGuard[SessionEnv]:
     """True if the env has a method `session`."""
     return callable(getattr(env, "session", None))

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
-from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, gives_rewards, has_sessions, runs_agents
+from slipstream.env.builtin.agent import AgentTasks, Command, RunAgent, in_threads, rewards_by_code
 from slipstream.env.builtin.mix import Mix, MixWithSessions, Part
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
@@ -25,12 +26,46 @@ def mixed(envs: Sequence[Mapping[str, Any]]) -> Mix:
     if twice:
         raise ConfigError(f"env mix: more than one env has the label {', '.join(twice)}; give each a label of its own")
     parts = [Part(config.label or config.name, build_env(config), config.weight) for config in configs]
+    if any(runs_agents(part.env) for part in parts):
+        raise ConfigError("env mix: agents play no part of a mixture; make the mixture the tasks of env agent")
     return MixWithSessions(parts) if any(has_sessions(part.env) for part in parts) else Mix(parts)
 
 
+def agents(
+    tasks: Mapping[str, Any],
+    command: Sequence[str] | None = None,
+    function: str | None = None,
+    exit_rewards: Mapping[Any, Any] | None = None,
+    needs_reward: bool = True,
+    concurrency: int = 16,
+) -> AgentTasks:
+    """The env `agent`: the tasks of the env with the configuration `tasks`, played by a command or a function
+    (`module:attribute`), or by agents that open their sessions themselves. Raises: ConfigError.
+    """
+    config = EnvConfig.model_validate(tasks)
+    if command is not None and function is not None:
+        raise ConfigError("env agent: give command or function, not both; with neither agents come from outside")
+    if isinstance(command, str) or (command is not None and not command):
+        raise ConfigError(f"env agent: command={command!r} must be a list, such as [python, agent.py]")
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigError(f"env agent: concurrency={concurrency!r} must be a whole number from 1")
+    run: RunAgent | None = None
+    if command is not None:
+        run = Command([*map(str, command)], concurrency=concurrency, rewards=rewards_by_code(exit_rewards))
+    elif function is not None:
+        found = AGENTS.load(function)
+        run = found if inspect.iscoroutinefunction(found) else in_threads(found, concurrency=concurrency)
+    elif exit_rewards is not None:
+        raise ConfigError("env agent: exit_rewards are those of a command; give one")
+    identity = [command, function, exit_rewards, needs_reward]
+    return AgentTasks(build_env(config), run, identity=identity, needs_reward=needs_reward)
+
+
+AGENTS: Final = Registry("agent", {})
 ENVS: Final = Registry(
     "env",
     {
+        "agent": f"{__name__}:agents",
         "colours": "slipstream.env.builtin.colours:Colours",
         "digits": "slipstream.env.builtin.digits:Digits",
         "gymnasium": "slipstream.env.adapters.gymnasium:Gymnasium",
@@ -98,8 +133,10 @@ def add_tools(env: Env, config: EnvConfig) -> Env:
     """The env with the tools `config.tools`. Raises: ConfigError for tools that can't be used."""
     if not config.tools:
         return env
-    if has_sessions(env):
-        raise ConfigError(f"env.tools: env {config.name!r} has sessions, which run their own tools; remove env.tools")
+    if gives_rewards(env):
+        raise ConfigError(
+            f"env.tools: env {config.name!r} has sessions or agents, which run their own tools; remove env.tools"
+        )
     return ToolEnv(env, build_tools(config.tools))
 
 

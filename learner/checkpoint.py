@@ -312,7 +312,7 @@ def _restore(found: Path, trained: ModelsAndOptimizers, world: World, kind: type
     if problem is not None:
         raise CheckpointError(
             f"{found} can't be loaded: {problem}; train with the release, the model, the model.lora, the "
-            "learner.trainer, the learner.critic and the learner.optimizer.name that it was saved with"
+            "learner.trainer, the learner.critic, the learner.process_reward and the learner.optimizer.name of its run"
         )
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]

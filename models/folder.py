@@ -25,20 +25,22 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def model_problems(model: ModelConfig, learner: LearnerConfig | None = None) -> list[str]:
-    """Reasons why models that the learner needs can't be loaded: the initial one and, in RL, reference and critic.
+    """Reasons why models that the learner needs can't be loaded: the initial one and, in RL, the others.
 
     Models of a hub are downloaded, unless its library's cache has them.
 
     Args:
-        learner: names reference and critic; None: of a trainer that has neither.
+        learner: names reference, critic and process reward model; None: of a trainer that has none of them.
     """
     reference = None if learner is None or learner.kl is None else learner.kl.reference
     critic = None if learner is None or learner.critic is None else learner.critic.path
+    process_reward = None if learner is None or learner.process_reward is None else learner.process_reward.path
     problems: list[str] = []
     for key, path, revision in (
         ("model.path", model.path, model.revision),
         ("learner.kl.reference", reference, None),
         ("learner.critic.path", critic, None),
+        ("learner.process_reward.path", process_reward, None),
     ):
         try:
             if path is not None:

@@ -22,12 +22,13 @@ class _WithoutCopies(TorchFunctionMode):
 def saved_parts(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Views of tensors of a model, under the names and in the parts in which transformers saves them.
 
-    Of a model that is not of transformers, the tensors themselves.
+    Of a model that is neither of transformers nor has the conversions of one, the tensors themselves.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not (isinstance(model, PreTrainedModel) or hasattr(model, "_weight_conversions")):
         return tensors
+    converted: Any = model
     with _WithoutCopies():
-        parts: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+        parts: dict[str, Tensor] = revert_weight_conversion(converted, dict(tensors))
     return parts
 
 

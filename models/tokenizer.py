@@ -127,6 +127,16 @@ class Tokenizer:
         text: str = self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def decode_as_served(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens as inference servers give it: by transformers, special tokens included."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the tokenizer, which may be fewer than the model has."""
+        return len(self._tokenizer)
+
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those of the model's generation config.
@@ -154,6 +164,12 @@ class Tokenizer:
         """The tokenizer's own stop token, which ends a text; None if it has none."""
         end: int | None = self._tokenizer.eos_token_id
         return end
+
+    @property
+    def padding_token_id(self) -> int | None:
+        """The token that fills up texts of a batch, the stop token where there is no other; None without either."""
+        pad: int | None = self._tokenizer.pad_token_id
+        return self.end_token_id if pad is None else pad
 
     @property
     def vocab_size(self) -> int:

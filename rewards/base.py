@@ -116,11 +116,14 @@ class Score:
         parts: further numbers that are recorded as `<reward>/<part>` and not trained on.
         spans: where in the trajectory the value was earned, as (end, value) with ascending token index `end`; the
             values sum to `value`. Empty: all of it at the last token.
+        feedback: what is to be said of the episode, such as a failed test; a teacher may be given it
+            (`learner.distill.teachers.context`).
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     spans: Sequence[tuple[int, float]] = ()
+    feedback: str = ""
 
 
 def text_of(content: object) -> str:

@@ -21,6 +21,8 @@ OUT_OF_TIME = (
 )
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 
+_LONGEST_FEEDBACK = 10_000  # characters: it becomes part of a prompt
+
 Takes = Literal["answer", "episode", "group"]
 
 
@@ -178,11 +180,13 @@ class EpisodeReward:
         reward: the weighted sum.
         scores: each term before weighting, its parts as `<term>/<part>`.
         spans: (end, value) of the terms that have spans, weighted; the rest of `reward` is at the end.
+        feedback: of all terms, one after the other.
     """
 
     reward: float
     scores: dict[str, float]
     spans: list[tuple[int, float]]
+    feedback: str = ""
 
 
 def weighted(scores: Mapping[str, Score], terms: Sequence[RewardConfig]) -> EpisodeReward:
@@ -196,6 +200,7 @@ def weighted(scores: Mapping[str, Score], terms: Sequence[RewardConfig]) -> Epis
         reward=math.fsum(term.weight * scores[term.name].value for term in terms),
         scores=recorded,
         spans=[(end, term.weight * value) for term in terms for end, value in scores[term.name].spans],
+        feedback="\n".join(score.feedback for score in scores.values() if score.feedback),
     )
 
 
@@ -222,7 +227,7 @@ def _checked(result: object, episode: Episode) -> Score:
     total = math.fsum(share for _, share in spans)
     if spans and not math.isclose(total, value, rel_tol=1e-6, abs_tol=1e-9):
         raise ValueError(f"returned spans of {total:g} in all for the value {value:g}")
-    return Score(value, parts, tuple(spans))
+    return Score(value, parts, tuple(spans), str(result.feedback)[:_LONGEST_FEEDBACK])
 
 
 def checked_number(value: object) -> float:

@@ -58,8 +58,11 @@ class Endpoint:
         """The reply's JSON. Raises: as `ask` does."""
         return await self.ask(path, body, lambda reply: reply)
 
-    async def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Value]) -> Value:
+    async def ask(self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], Value]) -> Value:
         """Result of `read` for the reply's JSON; a ValueError of it counts as a failure.
+
+        Args:
+            body: None: a GET request.
 
         Raises: RewardUnavailable when the endpoint refuses the request, or all tries have failed.
         """
@@ -69,7 +72,8 @@ class Endpoint:
                 pause_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2**attempt)
                 try:
                     async with asyncio.timeout(self._timeout_s):  # httpx limits single reads
-                        reply = await client.post(self.url + path, json=body)
+                        url = self.url + path
+                        reply = await (client.get(url) if body is None else client.post(url, json=body))
                     if reply.is_success:
                         return read(reply.json())
                     why = f"HTTP {reply.status_code}: {reply.text[:200]}"

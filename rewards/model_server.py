@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import xxhash
@@ -23,6 +23,13 @@ from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.processes import die_with
 
 _PIECE_BYTES: Final = 1 << 24
+
+
+class Text(NamedTuple):
+    """A text, and whether the tokenizer adds its special tokens."""
+
+    text: str
+    special_tokens: bool
 
 
 class Model:
@@ -42,16 +49,17 @@ class Model:
         model.config.pad_token_id = self._tokenizer.pad_token_id  # without it transformers refuses batches
         self._model = model.to(self._device).eval()
         self._batch, self._max_tokens = batch, max_tokens
-        self._waiting: SimpleQueue[tuple[str, Future[list[float]]]] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Text, Future[list[float]]]] = SimpleQueue()
         self.fingerprint = _fingerprint(Path(path))
 
     def submit(self, request: dict[str, Any]) -> list[Future[list[float]]]:
         """Queues the texts of a request: `input`, or the conversation `messages`."""
         if "messages" in request:
-            texts = [str(self._tokenizer.apply_chat_template(request["messages"], tokenize=False))]
+            rendered = str(self._tokenizer.apply_chat_template(request["messages"], tokenize=False))
+            texts = [Text(rendered, special_tokens=False)]  # the template has written them
         else:
             given = request["input"]
-            texts = [given] if isinstance(given, str) else given
+            texts = [Text(each, special_tokens=True) for each in ([given] if isinstance(given, str) else given)]
         futures = [Future[list[float]]() for _ in texts]
         for text, future in zip(texts, futures, strict=True):
             self._waiting.put((text, future))
@@ -76,10 +84,14 @@ class Model:
                     future.set_result(values)
 
     @torch.inference_mode()
-    def _logits(self, texts: list[str]) -> list[list[float]]:
-        inputs = self._tokenizer(
-            texts, padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
-        ).to(self._device)
+    def _logits(self, texts: list[Text]) -> list[list[float]]:
+        sequences = [
+            self._tokenizer(
+                each.text, add_special_tokens=each.special_tokens, truncation=True, max_length=self._max_tokens
+            ).input_ids
+            for each in texts
+        ]
+        inputs = self._tokenizer.pad({"input_ids": sequences}, return_tensors="pt").to(self._device)
         logits = self._model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
         values: list[list[float]] = logits.float().tolist()
         return values

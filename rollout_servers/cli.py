@@ -13,6 +13,9 @@ from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, r
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
+    from slipstream.env.base import Env
+    from slipstream.models.tokenizer import Tokenizer
+    from slipstream.rollout_servers.rollouts.teaching import Teaching
     from slipstream.rollout_servers.server import RolloutServer
 
 PROCESS_VARIABLE = "SLIPSTREAM_PROCESS"
@@ -140,7 +143,7 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.env.base import has_sessions, offers_tools
+    from slipstream.env.base import gives_rewards, offers_tools
     from slipstream.env.registry import build_env
     from slipstream.models.folder import initial_model
     from slipstream.rewards.scorer import Scorer
@@ -167,33 +170,37 @@ async def _serve(config: "RunConfig", name: str, start_work: "Callable[[RolloutS
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
 
-        model = initial_model(config)
-        tokenizer = Tokenizer(model)
-        if has_sessions(env):
+        tokenizer = Tokenizer(initial_model(config))
+        if gives_rewards(env):
             ChatFormat.of(tokenizer, config.rollout.episode).check(tools=offers_tools(env))
         if config.rollout.skip_long_prompts:
             with exit_on_signals():
                 env = without_long_prompts(env, tokenizer, config.rollout)
+        teaching = await _open_teaching(config, env, tokenizer)
         await require_accepted(config.buffer, config.security, name, server_hello(config, env, tokenizer))
         seeds = engine_seeds(config.run.seed, name)
 
         async def start() -> Engine:
-            run = config.run.model_copy(update={"seed": next(seeds)})
-            return await start_engine(
-                config.model_copy(update={"run": run}), model, eos_token_ids=tokenizer.eos_token_ids
-            )
+            seeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": next(seeds)})})
+            return await start_engine(seeded, tokenizer.model, eos_token_ids=tokenizer.eos_token_ids)
 
-        log.info("engine starts", model=str(model), engine=config.rollout.engine.name)
+        log.info("engine starts", model=str(tokenizer.model), engine=config.rollout.engine.name)
         engine = RestartingEngine(await start(), start, config.rollout)
         log.info("engine ready")
         try:
-            player = Player.from_config(config, env, tokenizer, engine, scorer)
+            player = Player.from_config(config, env, tokenizer, engine, scorer, teaching)
             server = RolloutServer(config, name, player, engine)
             _serve_metrics(config, name, server)
             start_work(server)
             await server.run()
         finally:
             await engine.close()
+
+
+async def _open_teaching(config: "RunConfig", env: "Env", tokenizer: "Tokenizer") -> "Teaching | None":
+    from slipstream.rollout_servers.rollouts.teaching import Teaching
+
+    return await Teaching.open(config, env, tokenizer)
 
 
 def _serve_metrics(config: "RunConfig", name: str, server: "RolloutServer") -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from slipstream.configs import RunConfig
 from slipstream.configs.registry import code_fingerprint
 from slipstream.configs.schema.run import ENV_SCORE, EnvConfig, RewardConfig
-from slipstream.env.base import Env, has_sessions
+from slipstream.env.base import Env, gives_rewards
 from slipstream.env.registry import ENVS, TOOLS
 from slipstream.rewards.registry import REWARDS
 
@@ -51,18 +51,18 @@ def env_problems(config: RunConfig, env: Env) -> list[str]:
     if not env.size("train"):
         problems.append(f"env {name!r} has no train tasks: correct env.options")
     judged = [chosen.score for chosen in config.buffer.filters if chosen.name == "dynamic_sampling"]
-    if ENV_SCORE in judged and not has_sessions(env):
+    if ENV_SCORE in judged and not gives_rewards(env):
         problems.append(
             f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {name!r} has no sessions; name "
             "a reward term"
         )
     overlong, most = config.rollout.overlong, config.rollout.sampling.max_tokens
-    if overlong is not None and overlong.cache_tokens > most and not has_sessions(env):
+    if overlong is not None and overlong.cache_tokens > most and not gives_rewards(env):
         problems.append(
             f"rollout.overlong.cache_tokens={overlong.cache_tokens} is more than rollout.sampling.max_tokens={most}, "
             f"and episodes of env {name!r} have one answer; lower it"
         )
-    if has_sessions(env) and any(term.name == ENV_SCORE for term in config.rewards):
+    if gives_rewards(env) and any(term.name == ENV_SCORE for term in config.rewards):
         problems.append(
             f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {name!r} give; name the term "
             "otherwise"

@@ -33,6 +33,7 @@ from slipstream.rollout_servers.engines.base import Pressure
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
+from slipstream.rollout_servers.rollouts.gateway.app import serving
 from slipstream.rollout_servers.rollouts.player import Player, play_group
 from slipstream.rollout_servers.tally import EXAMINED, Tally
 from slipstream.rollout_servers.tickets import (
@@ -232,7 +233,7 @@ class RolloutServer:
             keys = client_keys(self._config.security, ROLLOUT, service=BUFFER)
             self._socket = connect_dealer(context, self._endpoint, identity=self._name, keys=keys)
             self._outbox = Outbox(self._send, resend_s=RESEND_S)
-            async with asyncio.TaskGroup() as tasks:
+            async with serving(self._player.gateway, self._config, self._name), asyncio.TaskGroup() as tasks:
                 self._groups = tasks
                 tasks.create_task(self._outbox.run())
                 tasks.create_task(self._follower.run(context))

@@ -21,7 +21,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import SecurityConfig
-from slipstream.env.base import Env, Observation, Split, Task, has_sessions, offers_tools
+from slipstream.env.base import Env, Observation, Split, Task, gives_rewards, has_sessions, offers_tools
 from slipstream.env.images import separate_images
 from slipstream.env.registry import TOOLS, add_tools, build_env
 from slipstream.models.folder import initial_model, model_folder
@@ -34,6 +34,7 @@ from slipstream.rewards.registry import find_reward, find_rewards
 from slipstream.rewards.runners.base import close_rewards
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.plugins import env_problems
+from slipstream.tools.check_rows import RowsReport, check_rows
 
 if TYPE_CHECKING:
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
@@ -64,6 +65,7 @@ class Report:
         problems: reasons why a run can't start, or would lose every group.
         warnings: what costs a run some groups, or may be a mistake.
         not_checked: parts of a start that are only tried by starting.
+        rows: findings about the rows of files, of trainings on these, which have neither env nor rewards.
     """
 
     env: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=lambda: [*NOT_CHECKED])
+    rows: RowsReport | None = None
 
 
 def command(argv: Sequence[str]) -> int:
@@ -100,6 +103,8 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
 
     Raises: ConfigError for what can't be built at all.
     """
+    if not config.uses_buffer:
+        return _check_learner(config)
     env = _build(config)
     report = Report(env={"name": config.env.name, "fingerprint": env.fingerprint()[:16]})
     report.env |= {split: env.size(split) for split in SPLITS}
@@ -116,6 +121,25 @@ def check(config: RunConfig, *, weights: bool = True) -> Report:
     return report
 
 
+def _check_learner(config: RunConfig) -> Report:
+    """Tries model and rows of a training that is a learner alone. Raises: ConfigError as `check`."""
+    if problems := missing_models(config.model):
+        raise ConfigError(problems)
+    report = Report(not_checked=[NOT_CHECKED[-1]])
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(config, Path(folder))
+        from slipstream.learner.models.load import ModelOptions, check_model
+
+        try:
+            check_model(model, ModelOptions.of(config.model, config.learner))
+        except ConfigError as error:
+            report.problems += error.problems
+        report.rows = check_rows(config, model)
+    report.problems += report.rows.problems
+    report.warnings += report.rows.warnings
+    return report
+
+
 def _model(config: RunConfig, folder: Path) -> Path:
     """The model's folder; one that is built is in `folder`, as the run has no folder yet. Raises: ConfigError."""
     try:
@@ -129,15 +153,14 @@ def _model(config: RunConfig, folder: Path) -> Path:
 def _model_problems(config: RunConfig, model: Path) -> list[str]:
     """Reasons why the learner can't train `model`, or the engine can't serve it; no weight is read."""
     # Imported here: transformers and torch take seconds, and mistakes in names are reported before.
-    from slipstream.learner.algorithms.registry import build_advantage, build_loss
+    from slipstream.learner.algorithms.registry import Algorithm
     from slipstream.learner.models.load import ModelOptions, check_model
     from slipstream.rollout_servers.engines.registry import engine_problems
 
     learner, options = config.learner, ModelOptions.of(config.model, config.learner)
     steps: list[Callable[[], object]] = [
         lambda: check_model(model, options),
-        lambda: build_advantage(learner.advantage),
-        lambda: build_loss(learner.loss),
+        *(partial(Algorithm.of, each) for each in config.algorithms.values()),
     ]
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)
@@ -211,7 +234,7 @@ async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report)
 
     try:
         format = ChatFormat.of(Tokenizer(model), config.rollout.episode)
-        if has_sessions(env):
+        if gives_rewards(env):
             format.check(tools=offers_tools(env))
     except ConfigError as error:
         report.problems += error.problems
@@ -310,7 +333,7 @@ class _TaskCheck:
                 f"rewards: an empty answer scores {total['empty']:g}; where only the env's sessions give rewards, use "
                 "rewards=[{name: none}]"
             )
-        if not has_sessions(self.env) and "reference" in total and total["reference"] <= total["wrong"]:
+        if not gives_rewards(self.env) and "reference" in total and total["reference"] <= total["wrong"]:
             report.warnings.append(
                 f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "
                 f"{total['wrong']:g}: does the reward expect another form of the answer? If so, nothing is learned"
@@ -375,6 +398,20 @@ def _episode(task: Task, opening: Observation, answer: str) -> Episode:
 
 
 def _print(report: Report) -> None:
+    if report.rows is None:
+        _print_tasks(report)
+    else:
+        print("\n".join(report.rows.lines()))
+    print(f"\nnot checked: {'; '.join(report.not_checked)}")
+    for warning in report.warnings:
+        print(f"\nwarning: {warning}")
+    for problem in report.problems:
+        print(f"\nproblem: {problem}")
+    if not report.problems:
+        print("\nno problems")
+
+
+def _print_tasks(report: Report) -> None:
     sizes = ", ".join(f"{report.env[split]:,} {split} tasks" for split in SPLITS)
     print(f"env {report.env['name']}: {sizes}, fingerprint {report.env['fingerprint']}")
     for split, prompt in report.prompts.items():
@@ -389,10 +426,3 @@ def _print(report: Report) -> None:
         print("\nrewards")
     for name, scores in report.rewards.items():
         print(f"  {name:<24}" + ", ".join(f"{kind} {value:g}" for kind, value in scores.items()))
-    print(f"\nnot checked: {'; '.join(report.not_checked)}")
-    for warning in report.warnings:
-        print(f"\nwarning: {warning}")
-    for problem in report.problems:
-        print(f"\nproblem: {problem}")
-    if not report.problems:
-        print("\nno problems")

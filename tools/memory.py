@@ -50,6 +50,8 @@ class LearnerSetting:
     reference: bool = False
     """A reference model is held, unless it is the base of an adapter."""
     critic: bool = False
+    process_reward: bool = False
+    """With its own reference, unless it has adapters."""
     on_gpu: bool = True
     """With the memory of CUDA, and the head's larger tiles."""
 
@@ -69,6 +71,7 @@ class LearnerSetting:
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
             reference=learner.kl is not None,
             critic=learner.critic is not None,
+            process_reward=learner.process_reward is not None,
         )
 
     @property
@@ -193,6 +196,9 @@ def _held(setting: LearnerSetting, size: ModelSize) -> dict[str, float]:
         held["reference"] = MASTER_BYTES * base
     if setting.critic:
         held["critic"] = (2 * MASTER_BYTES + state) * base
+    if setting.process_reward:
+        frozen = (MASTER_BYTES if setting.lora_rank is None else setting.dtype.itemsize) * base
+        held["process_reward"] = (2 * MASTER_BYTES + state) * trained + frozen
     return held
 
 

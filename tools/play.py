@@ -189,6 +189,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
 
     from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.engines.registry import start_engine
+    from slipstream.rollout_servers.rollouts.gateway.app import serving
     from slipstream.rollout_servers.rollouts.player import Player
 
     split: Split = "eval" if arguments.eval else "train"
@@ -206,8 +207,9 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
             engine = await start_engine(config, model, eos_token_ids=tokenizer.eos_token_ids)
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
-            unscored = await player.generate(split, arguments.task, samples=1)
-            scored = await player.score(unscored)
+            async with serving(player.gateway, config, "try"):
+                unscored = await player.generate(split, arguments.task, samples=1)
+                scored = await player.score(unscored)
             return PlayedTask(
                 config.env.name, split, arguments.task, unscored.played.episodes[0].view, scored.trajectories
             )

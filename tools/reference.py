@@ -24,6 +24,7 @@ from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import PluginSection, sections_in
 from slipstream.learner.metrics.catalog import CATALOG, Metric, Names
+from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 
 FOLDER = Path("docs/reference")
 _CONFIGURATION = """\
@@ -80,10 +81,13 @@ def pages() -> dict[str, str]:
     """The text of each page, by its file name."""
     configuration = "".join(_section(name, field) for name, field in RunConfig.model_fields.items())
     metrics = "".join(_metrics(_KINDS[kind], metrics) for kind, metrics in CATALOG.items())
+    of_files = "".join(
+        _metrics(f"{_KINDS[kind]} of trainings on rows", metrics) for kind, metrics in FILE_CATALOG.items()
+    )
     foreign = "".join(_foreign(framework, keys) for framework, keys in _FRAMEWORKS.items())
     return {
         "configuration.md": _CONFIGURATION + configuration,
-        "metrics.md": _METRICS + metrics + _names_elsewhere(),
+        "metrics.md": _METRICS + metrics + of_files + _names_elsewhere(),
         "foreign-keys.md": _FOREIGN + foreign,
     }
 

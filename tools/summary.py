@@ -50,6 +50,23 @@ SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     ),
 )
 """Sections of the table: rows of a label and a template over the (dotted) keys of the summary."""
+FILE_SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (
+        ("trainer", "{trainer}, {steps:.0f} steps, {epochs:.2f} epochs"),
+        ("loss", "{loss_first:.4f} → {loss_last:.4f}"),
+        ("validation loss", "{validation_loss_first:.4f} → {validation_loss_last:.4f}"),
+        ("its least", "{validation_loss_best:.4f}"),
+    ),
+    (
+        ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s"),
+        ("per step", "{step_s_median:.3f} s (median)"),
+        ("trained", "{rows_trained:,.0f} rows, {tokens_trained:,.0f} tokens"),
+        ("rate", "{tokens_trained_per_s:,.0f} tokens/s"),
+        *(row for row in SECTIONS[1] if row[0] in ("GPUs", "cost")),
+        ("idle", "{learner_idle_fraction:.0%}"),
+    ),
+)
+"""The same of a training on rows of files."""
 IF_KNOWN = ("GPUs", "cost")
 """Rows that a run without a GPU, or without a price, does not have."""
 MIN_COLUMNS = 60
@@ -59,6 +76,7 @@ Points = tuple[list[float], list[float]]
 KEYS = {
     "kind", "step", "policy_version", "score", "lower_bound", "reward", "staleness_max", "staleness_mean",
     "learner_idle_fraction", "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
+    "loss", "lr", "grad_norm", "tokens_trained_per_s",
 }  # fmt: skip
 """Keys of the metrics records that the picture shows, besides the score."""
 
@@ -135,13 +153,18 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
     table = Table(title=f"run {title}", show_header=False, title_style="bold", border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for section in SECTIONS:
+    of_rows = "trainer" in summary
+    for section in FILE_SECTIONS if of_rows else SECTIONS:
         for name, template in section:
             content = _filled(template, summary)
             if content != MISSING or name not in IF_KNOWN:
                 table.add_row(name, content)
         table.add_section()
-    table.add_row("groups", Text(printable(_group_counts(summary.get("groups") or {}))))
+    if of_rows:
+        dropped = summary.get("rows_dropped") or {}
+        table.add_row("left out", ", ".join(f"{rows:,} rows {reason}" for reason, rows in dropped.items()) or "no row")
+    else:
+        table.add_row("groups", Text(printable(_group_counts(summary.get("groups") or {}))))
     if "uploads" in summary:
         table.add_row("uploads", _filled("{uploads.completed} completed, {uploads.given_up} given up", summary))
     return table
@@ -206,10 +229,15 @@ def draw_curves(records: Sequence[Record], *, eval_reward: str | None, title: st
     }):  # fmt: skip
         figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
         figure.suptitle(f"{title}: {len(steps)} steps", fontsize=13, fontweight="bold")
-        lower = below(evaluations(records, steps, "lower_bound"), evaluations(records, steps))
-        _learning(axes[0, 0], steps, evaluations(records, steps), lower, eval_reward)
-        _staleness(axes[0, 1], steps)
-        _idle(axes[1, 0], steps)
+        if any("reward" in step for step in steps):
+            lower = below(evaluations(records, steps, "lower_bound"), evaluations(records, steps))
+            _learning(axes[0, 0], steps, evaluations(records, steps), lower, eval_reward)
+            _staleness(axes[0, 1], steps)
+            _idle(axes[1, 0], steps)
+        else:
+            _loss(axes[0, 0], steps, measured(records))
+            _single(axes[0, 1], points(steps, "grad_norm"), "norm of the gradient")
+            _single(axes[1, 0], points(steps, "tokens_trained_per_s"), "tokens/s trained")
         _time(axes[1, 1], steps)
         for axis in axes[1]:
             axis.set_xlabel("step")
@@ -246,6 +274,16 @@ def evaluations(records: Sequence[Record], steps: Sequence[Record], key: str = "
             if at is not None:
                 scores[at] = score
     return sorted(scores), [scores[step] for step in sorted(scores)]
+
+
+def measured(records: Sequence[Record]) -> Points:
+    """Losses on validation rows, by the steps that were done."""
+    losses: dict[float, float] = {}
+    for record in records:
+        step, loss = number(record, "step"), number(record, "loss")
+        if record.get("kind") == "eval" and step is not None and loss is not None:
+            losses[step] = loss
+    return sorted(losses), [losses[step] for step in sorted(losses)]
 
 
 def below(lower: Points, scores: Points) -> Points:
@@ -313,6 +351,20 @@ def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, lower: Poin
     if not all(map(math.isnan, lower[1])):
         axis.plot(*lower, color=GREEN, marker=".", markersize=3, linewidth=0.7, label="evaluation, failed tasks as 0")
     _legend(axis)
+
+
+def _loss(axis: "Axes", steps: Sequence[Record], validation: Points) -> None:
+    axis.set_title("loss")
+    _line(axis, points(steps, "loss"), "training", BLUE)
+    if validation[0]:
+        axis.plot(*validation, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="validation")
+    _legend(axis)
+
+
+def _single(axis: "Axes", data: Points, title: str) -> None:
+    axis.set_title(title)
+    _line(axis, data, title, BLUE)
+    axis.set_ylim(bottom=0)
 
 
 def _staleness(axis: "Axes", steps: Sequence[Record]) -> None:

@@ -21,17 +21,8 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.cli import printable, table_console
 from slipstream.tools.dashboard.runs import TAIL_BYTES, Run
 from slipstream.tools.follow import JsonLinesFollower, number
-from slipstream.tools.launch.progress import (
-    ENDED,
-    LiveScreen,
-    PlainScreen,
-    Plan,
-    Progress,
-    apply_log,
-    apply_metrics,
-    can_draw,
-    table,
-)
+from slipstream.tools.launch.progress import ENDED, Plan, Progress, apply_log, apply_metrics, table
+from slipstream.tools.launch.screens import LiveScreen, PlainScreen, can_draw
 from slipstream.tools.ledger.open import RUN_HELP, find_folder
 
 EVERY_S: Final = 0.5
@@ -134,6 +125,7 @@ def _plan(run: Run) -> Plan:
         steps if isinstance(steps, int) else 0,
         bound if isinstance(bound, int) else 0,
         reward if isinstance(reward, str) else None,
+        is_rl=run.trainer == "rl",
     )
 
 

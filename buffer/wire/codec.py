@@ -185,6 +185,16 @@ def trajectory_problem(trajectory: Trajectory) -> str | None:
         return f"a version span outside its {tokens} tokens"
     if not all(span.end <= tokens for span in trajectory.rewards):
         return f"a reward span outside its {tokens} tokens"
+    return _teacher_problem(trajectory)
+
+
+def _teacher_problem(trajectory: Trajectory) -> str | None:
+    actions = sum(span.end - span.start for span in trajectory.spans)
+    logprobs, ids, top = trajectory.teacher_logprobs, trajectory.teacher_top_ids, trajectory.teacher_top_logprobs
+    if len(logprobs) not in (0, 4 * actions):
+        return f"{len(logprobs)} bytes of a teacher's log-probs, for {actions} actions"
+    if len(ids) != len(top) or len(ids) % (4 * max(1, actions)) or len(trajectory.teacher_prompt) % 4:
+        return "arrays of a teacher that don't fit its actions"
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 17
+SCHEMA_VERSION: Final = 18
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -19,6 +19,9 @@ TRAIN: Final = "train"
 EVAL: Final = "eval"
 MAJORITY: Final = "majority"
 """Score of all answers to a held-out task that was answered several times: the reward of the one most agree on."""
+
+MIXTURE: Final = "mix/"
+"""Before the label of a task's env, where that is a mixture, in the name of a score that repeats the reward."""
 
 FINISH_REASONS: Final = ("done", "stop", "length", "turns", "tokens", "wall")
 """An episode's end: by its session (`done`), or without a session the end of its answer (`stop`); the limit of one
@@ -179,6 +182,14 @@ class Trajectory(Record, frozen=True):
     """Images of its context, in the order of their placeholders among the tokens."""
     routed_experts: RoutedExperts | None = None
     """Only with `learner.router_replay`."""
+    teacher_prompt: bytes = b""
+    """Tokens of the prompt behind which a teacher sees the answer, in place of those before its first action; only with
+    a context under `learner.distill`. Empty: it is not distilled."""
+    teacher_logprobs: bytes = b""
+    """log π_T of the tokens that the policy chose, one after the other; only with an engine as teacher, as the next."""
+    teacher_top_ids: bytes = b""
+    """The teacher's likeliest tokens at each of them, in falling order, equally many of each."""
+    teacher_top_logprobs: bytes = b""
 
 
 class Group(Message, frozen=True):

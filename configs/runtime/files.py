@@ -15,15 +15,18 @@ PARTIAL = "."
 """Prefix of the names of incomplete files."""
 
 
-def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, durable: bool = True) -> int:
+def write_atomically(
+    path: Path, pieces: Iterable[bytes | memoryview], *, durable: bool = True, mode: int = 0o666
+) -> int:
     """Writes a file that others see complete or not at all; returns its size. Raises: OSError.
 
     Args:
         durable: fsync it, which may take long: of a file that is soon written anew a power loss may cost the content.
+        mode: of the file, less the umask.
     """
     temporary = path.with_name(f"{PARTIAL}{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
             for piece in pieces:
                 file.write(piece)
             size = file.tell()

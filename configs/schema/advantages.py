@@ -11,7 +11,7 @@ from slipstream.configs.registry import Registry
 from slipstream.configs.schema.base import NamedSection, PluginSection, one_of, registry_of
 
 _FOLDER: Final = "slipstream.learner.algorithms.advantages."
-_GROUP, _RETURNS = _FOLDER + "group_relative:", _FOLDER + "returns:"
+_GROUP, _RETURNS, _PREFERENCES = _FOLDER + "group_relative:", _FOLDER + "returns:", _FOLDER + "preferences:"
 
 
 class AdvantageSection(NamedSection):
@@ -20,9 +20,11 @@ class AdvantageSection(NamedSection):
     group_relative: ClassVar[bool] = False
     """True for advantages that compare the answers of a group, so that it needs two."""
     needs_collision: ClassVar[bool] = False
-    """True for advantages that read `logprobs_BT` and `collision_BT`."""
+    """True for advantages that read `collision_BT`."""
     needs_turns: ClassVar[bool] = False
     """True for advantages that read `turn_BT` and `state_BT`."""
+    needs_logprobs: ClassVar[bool] = False
+    """True for advantages that read `logprobs_BT`."""
 
 
 class GrpoConfig(AdvantageSection):
@@ -137,6 +139,7 @@ class OptimalTokenBaselineConfig(AdvantageSection):
     target: ClassVar[str] = _RETURNS + "optimal_token_baseline"
     group_relative: ClassVar[bool] = True
     needs_collision: ClassVar[bool] = True
+    needs_logprobs: ClassVar[bool] = True
     name: Literal["optimal_token_baseline"]
 
 
@@ -158,6 +161,45 @@ class GigpoConfig(AdvantageSection):
     """Scale both parts by the spread in their group."""
 
 
+class PrimeConfig(AdvantageSection):
+    """RLOO of the outcomes, plus that of the implicit process rewards of each token (arXiv 2502.01456).
+
+    It needs `learner.process_reward`.
+    """
+
+    target: ClassVar[str] = _GROUP + "prime"
+    group_relative: ClassVar[bool] = True
+    name: Literal["prime"]
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token, of the process rewards."""
+    process_weight: float = Field(default=1.0, ge=0)
+    """Weight of the process rewards beside the outcome."""
+
+
+class WinRateConfig(AdvantageSection):
+    """Share of the group's answers that an answer beats by its reward, less ½ (arXiv 2405.00675)."""
+
+    target: ClassVar[str] = _PREFERENCES + "win_rate"
+    group_relative: ClassVar[bool] = True
+    name: Literal["win_rate"]
+
+
+class OnlineDpoConfig(AdvantageSection):
+    """The gradient of DPO on pairs of each group, for `loss: reinforce` (arXiv 2402.04792).
+
+    It needs the reference of `learner.kl`, one update a step and `aggregation: seq-mean-token-sum`.
+    """
+
+    target: ClassVar[str] = _PREFERENCES + "online_dpo"
+    group_relative: ClassVar[bool] = True
+    needs_logprobs: ClassVar[bool] = True
+    name: Literal["online_dpo"]
+    beta: float = Field(default=0.1, gt=0)
+    """β of the log-ratio to the reference; a smaller one permits more distance."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """A group's best answers against its worst, or all pairs of answers with different rewards."""
+
+
 _ADVANTAGES: Final = (
     GrpoConfig,
     DrGrpoConfig,
@@ -173,6 +215,9 @@ _ADVANTAGES: Final = (
     GaeConfig,
     OptimalTokenBaselineConfig,
     GigpoConfig,
+    PrimeConfig,
+    WinRateConfig,
+    OnlineDpoConfig,
 )
 ADVANTAGES: Final = registry_of("advantage", *_ADVANTAGES)
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.distill import DistillConfig
 from slipstream.configs.schema.losses import LossConfig, PpoConfig
 from slipstream.configs.schema.trainers import RlConfig, TrainerConfig
 
@@ -139,8 +140,9 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3*
 class KlConfig(Section):
     """Penalty on KL(π_θ‖π_ref) to a frozen reference model, sharded like the policy."""
 
-    coefficient: float = Field(gt=0)
-    """Weight of the penalty; with `target`, its initial value."""
+    coefficient: float = Field(ge=0)
+    """Weight of the penalty; with `target`, its initial value. 0: the divergence is only measured, and the reference is
+    there for `learner.streams.ref_kl` and `advantage: online_dpo`."""
     estimator: KlEstimator = "k3"
     """Estimate per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value with the
     gradient of k2, which is unbiased for fresh answers. `k3*` is k3 times π_θ/μ, whose value and gradient are unbiased
@@ -163,6 +165,24 @@ class KlConfig(Section):
                 "estimator 'k1' is for place: reward; its gradient does not depend on the reference: take k1+, k2 or k3"
             )
         return self
+
+
+class StreamsConfig(Section):
+    """Weights of the losses that are added up; each is a mean over tokens of its own, on all ranks."""
+
+    rl: float = Field(default=1.0, ge=0)
+    """Of the policy loss of the actions, with entropy bonus and KL penalty; 0: none."""
+    ce: float = Field(default=0.0, ge=0)
+    """Of the cross-entropy of what the env shows after an action (ECHO, arXiv 2605.24517: 0.05), at temperature 1; 0:
+    these tokens are not scored."""
+    ref_kl: float = Field(default=0.0, ge=0)
+    """Of the on-policy distillation: by the teachers and the loss of `learner.distill`, or without that by a policy
+    gradient with advantages log π_ref - log π_θ at each action, from `learner.kl.reference`; 0: none."""
+
+    @property
+    def further(self) -> list[str]:
+        """Names of the streams beside `rl` that have a weight."""
+        return [name for name, weight in self if name != "rl" and weight]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -200,6 +220,20 @@ class CriticConfig(Section):
     pretrain_steps: int = Field(default=0, ge=0)
     """First steps, which train the critic alone (VAPO's value pre-training); the policy's warm-up follows."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class ProcessRewardConfig(Section):
+    """Implicit process reward model for `learner.advantage: prime`, sharded like the policy (arXiv 2502.01456).
+
+    A language model that is trained on the outcomes of each step's answers, by the cross-entropy of the rewards,
+    limited to 0..1. The reward of a token is β · log of its probability over that under the model's initial weights.
+    """
+
+    path: UserPath | None = None
+    """Folder of the initial model, with the policy's tokenizer; unset: the policy's."""
+    beta: float = Field(default=0.05, gt=0)
+    """β."""
+    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class ThrottleConfig(Section):
@@ -274,8 +308,8 @@ class LearnerConfig(Section):
     """The learner: trainer, batch, objective, optimizer, checkpoints."""
 
     trainer: TrainerConfig = RlConfig()
-    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `kl`, `critic` and
-    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval."""
+    """The kind of training. Only `rl` uses groups, advantages, losses, corrections, `streams`, `kl`, `critic` and
+    `throttle`, and the sections env, rewards, rollout, buffer, redis, weights and eval; others are a learner alone."""
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -293,10 +327,15 @@ class LearnerConfig(Section):
     of its longest answer, for rewards from 0 to 1 (prime-rl: 0.25); unset: none."""
     loss: LossConfig = PpoConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    streams: StreamsConfig = StreamsConfig()
     kl: KlConfig | None = None
     """Penalty on the divergence from a reference policy; unset: none, and no reference model is loaded."""
+    distill: DistillConfig | None = None
+    """Distillation from teachers; unset: none."""
     critic: CriticConfig | None = None
     """Value model, for `advantage: gae`; unset: none."""
+    process_reward: ProcessRewardConfig | None = None
+    """Process reward model, for `advantage: prime`; unset: none."""
     throttle: ThrottleConfig | None = None
     """Adaptive bound of the staleness; unset: `buffer.max_staleness` throughout."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -324,6 +363,15 @@ class LearnerConfig(Section):
     saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
     last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
 
+    @property
+    def uses_buffer(self) -> bool:
+        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
+        return self.trainer.name == "rl"
+
+    def with_algorithm(self, algorithm: "AlgorithmConfig") -> Self:
+        """These settings with the parts that an env's algorithm sets."""
+        return self.model_copy(update={name: part for name, part in algorithm if part is not None})
+
     def problems(self) -> list[str]:
         """Combinations within this section that can't work with any trainer."""
         if self.compile and self.activation_checkpointing == "selective":
@@ -335,12 +383,17 @@ class LearnerConfig(Section):
 
     def rl_problems(self) -> list[str]:
         """Combinations within this section that can't work in RL."""
-        return [*self._objective_problems(), *self._step_problems()]
+        return [*self.objective_problems(), *self._step_problems()]
 
-    def _objective_problems(self) -> list[str]:
+    def objective_problems(self) -> list[str]:
+        """Parts of the objective that don't work together."""
         advantage, loss, correction, problems = self.advantage, self.loss, self.correction, []
         if (advantage.name == "gae") != (self.critic is not None):
             problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
+        if (advantage.name == "prime") != (self.process_reward is not None):
+            problems.append("learner.advantage: prime and learner.process_reward need each other; give both or neither")
+        if advantage.name == "online_dpo":
+            problems += self._online_dpo_problems()
         if (loss.aggregation == "constant") != (loss.constant is not None):
             problems.append("learner.loss.aggregation: constant and learner.loss.constant need each other")
         if loss.name == "decoupled_ppo" and (correction.proximal == "behaviour" or correction.weight == "none"):
@@ -358,6 +411,13 @@ class LearnerConfig(Section):
                 "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
             )
+        if not (self.streams.rl or self.streams.further):
+            problems.append("learner.streams: all weights are 0, so there is nothing to learn from")
+        if self.streams.ref_kl and self.kl is None and self.distill is None:
+            problems.append(
+                "learner.streams.ref_kl needs teachers under learner.distill, or learner.kl with a reference; with "
+                "coefficient: 0 that adds no penalty"
+            )
         if advantage.name == "gdpo" and self.length_penalty is not None:
             problems.append("learner.advantage: gdpo uses reward terms, which learner.length_penalty does not change")
         if loss.regularised and self.updates_per_step == 1 and correction.proximal == "recompute":
@@ -366,6 +426,15 @@ class LearnerConfig(Section):
                 "and learner.correction.proximal=recompute: take more updates, or proximal: behaviour"
             )
         return problems
+
+    def _online_dpo_problems(self) -> list[str]:
+        needed = {
+            "learner.kl, whose reference is DPO's (coefficient: 0 for no penalty)": self.kl is not None,
+            "learner.updates_per_step=1, as its factors are of the step's first weights": self.updates_per_step == 1,
+            "learner.loss: reinforce": self.loss.name == "reinforce",
+            "learner.loss.aggregation: seq-mean-token-sum": self.loss.aggregation == "seq-mean-token-sum",
+        }
+        return [f"learner.advantage: online_dpo needs {what}" for what, given in needed.items() if not given]
 
     def _step_problems(self) -> list[str]:
         problems = []
@@ -389,6 +458,8 @@ class LearnerConfig(Section):
         warmups = [("learner.optimizer", self.optimizer, self.steps - pretrain)]
         if self.critic is not None:
             warmups.append(("learner.critic.optimizer", self.critic.optimizer, self.steps))
+        if self.process_reward is not None:
+            warmups.append(("learner.process_reward.optimizer", self.process_reward.optimizer, self.steps))
         after = f" less {pretrain} of learner.critic.pretrain_steps" if pretrain else ""
         return [
             f"{key}.warmup_steps={optimizer.warmup_steps} is more than learner.steps={self.steps}"
@@ -397,3 +468,12 @@ class LearnerConfig(Section):
             for key, optimizer, steps in warmups
             if optimizer.warmup_steps > steps
         ]
+
+
+class AlgorithmConfig(Section):
+    """Parts of the objective for the groups of one env of a mixture; what is unset is as under `learner`."""
+
+    advantage: AdvantageConfig | None = None
+    loss: LossConfig | None = None
+    correction: CorrectionConfig | None = None
+    streams: StreamsConfig | None = None

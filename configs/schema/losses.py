@@ -272,6 +272,18 @@ class KimiConfig(LossSection):
     """Weight of the regulariser."""
 
 
+class SppoConfig(LossSection):
+    """(log(π_θ/π_prox) of the whole answer - eta · A)², with `advantage: win_rate` (arXiv 2405.00675)."""
+
+    target: ClassVar[str] = _CLIPPED + "sppo"
+    regularised: ClassVar[bool] = True
+    name: Literal["sppo"]
+    aggregation: Aggregation = "seq-mean-token-sum"
+    """As for every loss; the paper's is the default."""
+    eta: float = Field(default=1000.0, gt=0)
+    """η: the log-ratio of an answer that always wins becomes η/2."""
+
+
 _LOSSES: Final = (
     PpoConfig,
     DecoupledPpoConfig,
@@ -291,6 +303,7 @@ _LOSSES: Final = (
     VespoConfig,
     AsympoConfig,
     KimiConfig,
+    SppoConfig,
 )
 LOSSES: Final = registry_of("loss", *_LOSSES)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.network import is_loopback
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.weights import direct_transport
 
@@ -53,6 +54,17 @@ class EpisodeConfig(Section):
     wall_s: Seconds | None = None
     """Time of an episode; what is being generated then is cut off. Unset: `rollout.group_deadline_s`, at which an
     unfinished episode is lost."""
+
+
+class GatewayConfig(Section):
+    """The endpoint at which agents call the policy, of envs that run agents. Sessions are bounded by
+    `rollout.episode`."""
+
+    bind: str = "127.0.0.1:0"
+    """Address on loopback at which it listens; port 0: a free one. Agents on other hosts reach it through a reverse
+    tunnel or a proxy with TLS."""
+    url: str | None = None
+    """Address under which agents reach it, such as `https://host/gateway`; unset: that of `bind`."""
 
 
 GPUS_OF_AN_ENGINE: Final = (
@@ -125,6 +137,7 @@ class RolloutConfig(Section):
     overlong: OverlongConfig | None = None
     """Penalty for overlong answers, recorded as the score `overlong`; unset: none."""
     episode: EpisodeConfig = EpisodeConfig()
+    gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = EngineConfig()
     group_deadline_s: Seconds = 300.0
     """Time to generate one group; then its missing answers are aborted and counted. The env has as long to return its
@@ -149,7 +162,7 @@ class RolloutConfig(Section):
 
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""
-        engine, problems = self.engine, self._episode_problems()
+        engine, problems = self.engine, [*self._episode_problems(), *self._gateway_problems()]
         if self.fewest_episodes > self.group_size:
             problems.append(
                 f"rollout.min_episodes={self.min_episodes} is more than rollout.group_size={self.group_size}"
@@ -171,6 +184,18 @@ class RolloutConfig(Section):
                 f"rollout.{key}={self.episode_tokens}"
             )
         return problems
+
+    def _gateway_problems(self) -> list[str]:
+        host, _, port = self.gateway.bind.rpartition(":")
+        if not (port.isdecimal() and int(port) < 65536):
+            return [f"rollout.gateway.bind={self.gateway.bind} must be HOST:PORT, such as 127.0.0.1:0"]
+        if not is_loopback(host.strip("[]")):
+            return [
+                f"rollout.gateway.bind={self.gateway.bind} is not on loopback, and keys would cross the network in the "
+                "clear: bind to 127.0.0.1, put a reverse tunnel or a proxy with TLS in front, and name its address in "
+                "rollout.gateway.url"
+            ]
+        return []
 
     def _episode_problems(self) -> list[str]:
         episode, problems = self.episode, []

@@ -2,16 +2,17 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
-from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.learner import AlgorithmConfig, LearnerConfig
 from slipstream.configs.schema.model import FLASH_IN_FLOAT32, ModelConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.tracking import TrackingConfig
@@ -122,6 +123,19 @@ class MixedEnvConfig(EnvConfig):
     """Name of its tasks in scores and for rewards; unset: the env's name."""
     weight: float = Field(default=1.0, ge=0)
     """Share of the train tasks, relative to the others; 0: evaluation only."""
+    algorithm: AlgorithmConfig | None = None
+    """Advantage, loss, correction and streams of its groups; unset: those of `learner`."""
+
+
+def _algorithm(index: int, env: Mapping[str, Any]) -> AlgorithmConfig:
+    """The algorithm of the env at `index` in a mixture. Raises: ValueError."""
+    try:
+        return AlgorithmConfig.model_validate(env["algorithm"])
+    except ValidationError as error:
+        problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        raise ValueError(
+            "\n".join(f"env.options.envs.{index}.algorithm.{key}: {what}" for key, what in problems)
+        ) from None
 
 
 class RewardConfig(Section):
@@ -223,6 +237,8 @@ class RunConfig(Section):
         return [
             *self._reward_problems(),
             *self.learner.rl_problems(),
+            *self._algorithm_problems(),
+            *self._distill_problems(),
             *self._group_problems(),
             *self._filter_problems(),
             *self._overlong_problems(),
@@ -233,26 +249,58 @@ class RunConfig(Section):
             *self._transport_problems(),
         ]
 
+    def _distill_problems(self) -> list[str]:
+        learner = self.learner
+        if learner.distill is None:
+            return []
+        problems = learner.distill.problems(
+            temperature=self.rollout.sampling.temperature, context_parallel=learner.parallel.cp
+        )
+        if not any(algorithm.streams.ref_kl for algorithm in self.algorithms.values()):
+            problems.append("learner.distill has no weight; set learner.streams.ref_kl, such as 1")
+        return problems
+
     def _reward_problems(self) -> list[str]:
-        if not self.rewards:  # not min_length: that also complains when a term is wrong
+        trained = bool(self.learner.streams.rl)
+        if trained and not self.rewards:  # not min_length: that also complains when a term is wrong
             return ["rewards must name at least one term"]
         problems = []
-        if not any(term.weight for term in self.rewards):
+        if trained and not any(term.weight for term in self.rewards):
             problems.append("rewards: none has a weight, so there is nothing to learn from")
         twice = sorted(name for name, count in Counter(term.name for term in self.rewards).items() if count > 1)
         if twice:
             problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
         return problems
 
+    def _algorithm_problems(self) -> list[str]:
+        """Algorithms of single envs that can't work, or not beside the learner's."""
+        problems = []
+        for label, algorithm in list(self.algorithms.items())[1:]:
+            where = f"env.options.envs, algorithm of {label}"
+            if algorithm.advantage.name == "gae" and algorithm.advantage != self.learner.advantage:
+                problems.append(f"{where}: gae is for all envs; set it under learner.advantage")
+            elif algorithm.correction.reference_ess != self.learner.correction.reference_ess:
+                problems.append(
+                    f"{where}: correction.reference_ess acts on the learning rate, which all envs share; set it under "
+                    "learner.correction"
+                )
+            else:
+                of_learner = self.learner.objective_problems()
+                problems += [f"{where}: {each}" for each in algorithm.objective_problems() if each not in of_learner]
+        return problems
+
     def _group_problems(self) -> list[str]:
         size, fewest = self.rollout.group_size, self.rollout.fewest_episodes
-        if min(size, fewest) >= 2 or not self.learner.advantage.group_relative:
+        if min(size, fewest) >= 2 or (relative := self._group_relative) is None:
             return []
         key = "group_size" if size < 2 else "min_episodes"
-        return [
-            f"rollout.{key} must be at least 2 for group-relative advantages such as "
-            f"learner.advantage={self.learner.advantage.name}"
-        ]
+        return [f"rollout.{key} must be at least 2 for group-relative advantages such as learner.advantage={relative}"]
+
+    @property
+    def _group_relative(self) -> str | None:
+        """Name of an advantage that compares the answers of a group; None if there is none."""
+        advantages = [algorithm.advantage for algorithm in self.algorithms.values()]
+        return next((advantage.name for advantage in advantages if advantage.group_relative), None)
 
     def _filter_problems(self) -> list[str]:
         """Filters or a curriculum that would leave nothing to train on."""
@@ -264,12 +312,12 @@ class RunConfig(Section):
             )
         for number, chosen in enumerate(self.buffer.filters):
             key = f"buffer.filters.{number}"
-            if chosen.name == "pf_ppo" and chosen.keep < 2 and self.learner.advantage.group_relative:
+            if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:
                 problems.append(f"{key}.keep={chosen.keep} must be at least 2 for group-relative advantages")
-            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self.learner.advantage.group_relative:
+            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self._group_relative:
                 problems.append(
                     f"{key}.strategy: best_of_n leaves one answer, as often as it is drawn, which group-relative "
-                    f"advantages such as learner.advantage={self.learner.advantage.name} give nothing"
+                    f"advantages such as learner.advantage={self._group_relative} give nothing"
                 )
             if chosen.name == "dynamic_sampling" and self.rollout.group_size < 2:
                 problems.append(f"{key} (dynamic_sampling) drops every group of one answer; raise rollout.group_size")
@@ -287,7 +335,7 @@ class RunConfig(Section):
         problems = []
         if any(reward.name == "overlong" for reward in self.rewards):
             problems.append("rewards name overlong, which is the score of rollout.overlong; rename the reward")
-        if self.learner.advantage.name == "gdpo":
+        if any(algorithm.advantage.name == "gdpo" for algorithm in self.algorithms.values()):
             problems.append("rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those")
         return problems
 
@@ -351,14 +399,33 @@ class RunConfig(Section):
         return problems
 
     @property
+    def algorithms(self) -> dict[str, LearnerConfig]:
+        """The learner's settings under "", and under the label of each env with an algorithm of its own with that.
+
+        Raises: ValueError when an algorithm is wrong.
+        """
+        of_envs = {
+            str(each.get("label") or each.get("name")): self.learner.with_algorithm(_algorithm(index, each))
+            for index, each in enumerate(self._mixed_envs)
+            if each.get("algorithm") is not None
+        }
+        return {"": self.learner, **of_envs}
+
+    @property
+    def _mixed_envs(self) -> Sequence[Mapping[str, Any]]:
+        """Configurations of the envs of a mixture."""
+        envs = self.env.options.get("envs") if self.env.name == "mix" else None
+        return [each for each in envs if isinstance(each, Mapping)] if isinstance(envs, list | tuple) else []
+
+    @property
     def paths(self) -> RunPaths:
         """Paths inside the run's folder."""
         return RunPaths(self.run.dir / self.run.name)
 
     @property
     def uses_buffer(self) -> bool:
-        """True if training needs buffer, Redis, rollout servers, env and rewards; other trainers are learners alone."""
-        return self.learner.trainer.name == "rl"
+        """True if the run has a buffer, Redis, rollout servers, an env and rewards; otherwise it is a learner alone."""
+        return self.learner.uses_buffer
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:
@@ -386,7 +453,7 @@ class RunConfig(Section):
     @property
     def greedy_baseline(self) -> bool:
         """True if every group needs the reward of a greedy answer to its task."""
-        return self.learner.advantage.name == "remax"
+        return any(algorithm.advantage.name == "remax" for algorithm in self.algorithms.values())
 
     @property
     def groups_per_version(self) -> int:

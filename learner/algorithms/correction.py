@@ -6,7 +6,7 @@ Sequence-level weights and rules apply to each trajectory; those of one episode 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,6 +66,21 @@ def correct(
     if config.normalise:
         importance_weights_BT = normalised(importance_weights_BT, kept_BT, config, total)
     return Correction(importance_weights_BT, truncated_BT, kept_BT, masked)
+
+
+def merged(corrections: Sequence[Correction], others_BT: Tensor) -> Correction:
+    """The corrections of different rows as one.
+
+    Args:
+        others_BT: 1.0 at the actions of none of them, which keep weight 1.
+    """
+    masked: dict[str, Tensor] = {}
+    for correction in corrections:
+        masked |= {reason: masked.get(reason, 0) + out_BT for reason, out_BT in correction.masked.items()}
+    weights, truncated, masks = zip(
+        *((each.importance_weights_BT, each.truncated_BT, each.mask_BT) for each in corrections), strict=True
+    )
+    return Correction(sum(weights, others_BT), sum(truncated, 0 * others_BT), sum(masks, others_BT), masked)
 
 
 def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:

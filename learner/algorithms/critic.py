@@ -1,11 +1,10 @@
 """The critic: a transformer with a value head, sharded like the policy, with an optimizer of its own.
 
-# N packed input tokens, A actions, D hidden size
+# A actions
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +13,11 @@ from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.flops import ModelFlops
 from slipstream.learner.models.identity import require_same_tokens
-from slipstream.learner.models.layers import backbone_of, decoder_of
-from slipstream.learner.models.load import (
-    ModelOptions,
-    build_model,
-    load_and_check,
-    vocabulary_of,
-)
+from slipstream.learner.models.load import ModelOptions, vocabulary_of
 from slipstream.learner.models.optim import build_optimizer
-from slipstream.learner.parallel.context import context_of
+from slipstream.learner.models.scalar_head import load_scalar_model, scalar_values
 from slipstream.learner.parallel.mesh import World
 from slipstream.models.folder import model_folder
-
-
-class ValueModel(nn.Module):
-    """A transformer that predicts the return from the state before each action."""
-
-    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = nn.Linear(hidden_size, 1)
-        # The first values are 0: those of a random head would only add noise to the first advantages.
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Value of the state before each action, shape [A, 1]."""
-        states_1ND = self.backbone(**batch.model_inputs()).last_hidden_state
-        values_A1: Tensor = self.head(states_1ND[0].index_select(0, batch.action_positions_A))
-        return values_A1
 
 
 @dataclass(frozen=True)
@@ -56,29 +31,25 @@ class Critic:
     @property
     def flops(self) -> ModelFlops:
         """Operations of a forward and backward pass."""
-        model: Any = self.model
-        return ModelFlops.of_parts(model.backbone, decoder_of(model.backbone).layers, model.head.weight)
+        return ModelFlops.of_model(self.model)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, fp32, shape [A]."""
-        share = batch.split(context_of(self.model))
-        values_A1: Tensor = self.model(share)
-        return share.of_whole(values_A1.float().squeeze(-1))
+        return scalar_values(self.model, batch)
 
 
 def load_critic(critic: CriticConfig | None, policy: Path, options: ModelOptions, world: World) -> Critic | None:
     """The configured critic; it starts from `learner.critic.path`, or from the policy's weights. None: no critic.
+
+    A trained head in that folder, of a value model or a reward model, is used too.
 
     Raises: ConfigError when it can't be trained, or has other tokens than the policy.
     """
     if critic is None:
         return None
     folder = policy if critic.path is None else model_folder("learner.critic.path", critic.path)
-    loader = build_model(folder, options, world)
-    whole = loader.model
+    model = load_scalar_model(folder, replace(options, lora=None), world, bias=True)
     if critic.path is not None:
-        known = vocabulary_of(whole)
+        known = vocabulary_of(model)
         require_same_tokens("learner.critic.path", folder, policy, vocabulary=known, world=world)
-    model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
-    load_and_check(loader, model, model, options, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

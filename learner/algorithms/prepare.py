@@ -3,7 +3,7 @@
 # B rows (trajectories) of one rank's part of a step, T actions of the longest
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,12 @@ from slipstream.learner.algorithms.advantages.base import AdvantageInputs, Rewar
 from slipstream.learner.algorithms.advantages.group_relative import penalise_length
 from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
-from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
+from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps, merged
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.divergence import kl_estimate
+from slipstream.learner.algorithms.process_reward import ProcessRewardModel, ProcessScores
+from slipstream.learner.algorithms.registry import Algorithm
+from slipstream.learner.algorithms.streams import Stream
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.lora import without_adapters
@@ -43,9 +46,12 @@ class PreparedStep:
     target and proximal policy are equal there."""
     correction: Correction | None
     """The correction; None if it is computed for each micro-batch, because it does not depend on the whole step."""
+    streams: Mapping[str, Stream]
+    """Streams beside `rl`, by name; the same on all ranks."""
     reference_logprobs_BT: Tensor | None
     values_BT: Tensor | None
     returns_BT: Tensor | None
+    process: ProcessScores | None
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,13 @@ class StepPreparer:
     steps_per_version: int
     """Training steps between two published versions."""
     world: World
-    advantage: Callable[[AdvantageInputs], Tensor]
+    algorithms: Sequence[Algorithm]
+    """Those of the envs, the learner's first."""
     model: nn.Module
     reference: nn.Module | None
     """The policy itself where that has adapters: without them it is the reference."""
     critic: Critic | None
+    process_reward: ProcessRewardModel | None
 
     @torch.no_grad()
     def __call__(
@@ -75,19 +83,22 @@ class StepPreparer:
         consuming_version: int,
         unpublished_steps: int,
         kl_coefficient: float,
+        taught_BT: Tensor | None = None,
     ) -> PreparedStep:
         """Prepares the rows of all updates; the present weights are the proximal policy.
 
         Args:
             unpublished_steps: training steps since the consuming version was published.
+            taught_BT: 1.0 at the actions that teachers score; None without teachers.
         """
         # In the first update the target policy is the proximal one; later updates need its log-probs as their anchor.
-        anchored = self.learner.correction.proximal == "recompute"
+        anchored = any(each.learner.correction.proximal == "recompute" for each in self.algorithms)
         scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
         to_score = [batch for batches, wanted in zip(updates, scored, strict=True) if wanted for batch in batches]
         proximal_BT, collision_BT = self._proximal(rows, to_score)
         batches = [*chain.from_iterable(updates)]
         reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
+        process = self._process(rows, batches)
         inputs = AdvantageInputs(
             mask_BT=rows.by_episode(rows.mask_BT),
             rewards_BT=rows.by_episode(self._rewards(rows, proximal_BT, reference_BT, kl_coefficient)),
@@ -96,6 +107,8 @@ class StepPreparer:
             greedy_rewards_B=rows.greedy_reward_E,
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
+            reference_logprobs_BT=None if reference_BT is None else rows.by_episode(reference_BT),
+            process_rewards_BT=None if process is None else rows.by_episode(process.rewards_BT),
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             turn_BT=None if rows.turn_BT is None else rows.by_episode(rows.turn_BT),
             state_BT=None if rows.state_BT is None else rows.by_episode(rows.state_BT),
@@ -103,7 +116,7 @@ class StepPreparer:
         )
         if self.learner.length_penalty is not None:
             inputs = penalise_length(inputs, self.learner.length_penalty)
-        advantages_BT = rows.by_trajectory(self.advantage(inputs))
+        advantages_BT = rows.by_trajectory(self._advantages(rows, inputs))
         return PreparedStep(
             rows=rows,
             lag_BT=lag_in_steps(
@@ -116,10 +129,34 @@ class StepPreparer:
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
             correction=self._correction(rows, proximal_BT, advantages_BT),
+            streams=self._streams(rows, reference_BT, taught_BT),
             reference_logprobs_BT=reference_BT,
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
+            process=process,
         )
+
+    def _streams(self, rows: ActionBatch, reference_BT: Tensor | None, taught_BT: Tensor | None) -> dict[str, Stream]:
+        """The streams beside `rl` that an env gives a weight."""
+        weights, found = [each.learner.streams for each in self.algorithms], dict[str, Stream]()
+        if any(each.ce for each in weights):
+            assert rows.ce_mask_BT is not None, "the stream ce without targets"
+            found["ce"] = self._stream(rows, rows.ce_mask_BT, [each.ce for each in weights])
+        if any(each.ref_kl for each in weights):
+            ref_kl = [each.ref_kl for each in weights]
+            if taught_BT is not None:
+                found["ref_kl"] = self._stream(rows, taught_BT, ref_kl)
+            else:
+                assert reference_BT is not None, "the stream ref_kl without a reference"
+                found["ref_kl"] = self._stream(rows, rows.mask_BT, ref_kl, reference_BT)
+        return found
+
+    def _stream(
+        self, rows: ActionBatch, mask_BT: Tensor, weights: Sequence[float], reference_BT: Tensor | None = None
+    ) -> Stream:
+        of_algorithm = torch.tensor(weights, device=self.world.device)
+        weights_B = of_algorithm.expand(len(mask_BT)) if rows.algorithm_B is None else of_algorithm[rows.algorithm_B]
+        return Stream(mask_BT * (weights_B > 0)[:, None], weights_B[:, None], reference_BT)
 
     def _total(self, values: Tensor) -> Tensor:
         """The sum over all ranks. The collective works in place, but advantages may use their argument again."""
@@ -136,12 +173,28 @@ class StepPreparer:
 
     @property
     def _needs_all_scores(self) -> bool:
-        learner = self.learner
-        in_reward = learner.kl is not None and learner.kl.place == "reward"
-        return learner.correction.needs_proximal_first or in_reward or learner.advantage.needs_collision
+        kl = self.learner.kl
+        needed = any(each.learner.advantage.needs_logprobs for each in self.algorithms)
+        corrected = any(each.learner.correction.needs_proximal_first for each in self.algorithms)
+        return corrected or (kl is not None and kl.place == "reward") or needed
+
+    @property
+    def _needs_collision(self) -> bool:
+        return any(each.learner.advantage.needs_collision for each in self.algorithms)
+
+    def _advantages(self, rows: ActionBatch, inputs: AdvantageInputs) -> Tensor:
+        """Advantages of all episodes, each by the algorithm of its group; all algorithms run on all ranks."""
+        if rows.algorithm_B is None:
+            return self.algorithms[0].advantage(inputs)
+        algorithm_E = rows.algorithm_B.new_zeros(rows.episodes).index_put((rows.episode_B,), rows.algorithm_B)
+        advantages_EL = torch.zeros_like(inputs.mask_BT)
+        for index, algorithm in enumerate(self.algorithms):
+            own_E = algorithm_E == index
+            advantages_EL[own_E] = algorithm.advantage(inputs.of_rows(own_E))
+        return advantages_EL
 
     def _proximal(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
-        collision_BT = torch.zeros_like(rows.mask_BT) if self.learner.advantage.needs_collision else None
+        collision_BT = torch.zeros_like(rows.mask_BT) if self._needs_collision else None
 
         def logprobs(batch: MicroBatch) -> Tensor:
             scores = score_actions(self.model, batch, temperature=self.temperature, collision=collision_BT is not None)
@@ -165,6 +218,16 @@ class StepPreparer:
             return None
         return _score_all(rows, batches, self.critic.values)
 
+    def _process(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> ProcessScores | None:
+        if self.process_reward is None:
+            return None
+        scores = ProcessScores(torch.zeros_like(rows.mask_BT), torch.zeros_like(rows.mask_BT))
+        for batch in batches:
+            rewards_A, reference_A = self.process_reward.score(batch)
+            batch.put(scores.rewards_BT, rewards_A)
+            batch.put(scores.reference_BT, reference_A)
+        return scores
+
     def _returns(self, rows: ActionBatch, inputs: AdvantageInputs) -> Tensor | None:
         if self.critic is None:
             return None
@@ -172,11 +235,21 @@ class StepPreparer:
         return rows.by_trajectory(value_returns(inputs, gamma=gamma, lam=self.critic.config.lam))
 
     def _correction(self, rows: ActionBatch, proximal_BT: Tensor, advantages_BT: Tensor) -> Correction | None:
-        config = self.learner.correction
-        if not config.needs_proximal_first:
+        """The corrections that depend on the whole step; rows of other ones are as if there was none."""
+        first = [
+            (index, each) for index, each in enumerate(self.algorithms) if each.learner.correction.needs_proximal_first
+        ]
+        if not first:
             return None
         log_ratio_BT = proximal_BT - rows.behaviour_logprobs_BT
-        return correct(log_ratio_BT, rows.mask_BT, config, self.world.sum, advantages_BT)
+        found, others_BT = list[Correction](), rows.mask_BT
+        for index, algorithm in first:
+            own_B1 = rows.own_B1(index)
+            mask_BT = rows.mask_BT if own_B1 is None else rows.mask_BT * own_B1
+            others_BT = others_BT - mask_BT
+            config = algorithm.learner.correction
+            found.append(correct(log_ratio_BT, mask_BT, config, self.world.sum, advantages_BT))
+        return found[0] if rows.algorithm_B is None else merged(found, others_BT)
 
 
 def _score_all(rows: ActionBatch, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:

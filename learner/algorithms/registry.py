@@ -1,19 +1,37 @@
-"""Built-in and plug-in advantages and losses by their configured names.
+"""Algorithms of the envs, of built-in and plug-in advantages and losses by their configured names.
 
 # B rows, T actions of the longest
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.advantages import ADVANTAGES, AdvantageConfig
+from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.losses import LOSSES, LossConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The parts of the objective of some groups."""
+
+    learner: LearnerConfig
+    """Settings of the learner, with those of the groups' env."""
+    advantage: Callable[[AdvantageInputs], Tensor]
+    loss: Callable[[LossInputs], LossTerms]
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> Self:
+        """The algorithm of these settings. Raises: ConfigError as `build_advantage` and `build_loss`."""
+        return cls(learner, build_advantage(learner.advantage), build_loss(learner.loss))
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tensor]:

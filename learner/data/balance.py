@@ -1,4 +1,4 @@
-"""Balance of a step's work over ranks and micro-batches, by the cost of sequences.
+"""Balance of a step's work over ranks and micro-batches, by the cost of sequences and trees of them.
 
 FSDP makes the ranks wait for each other at every layer of every micro-batch, so a step takes as long as the slowest
 rank in each of them.
@@ -9,10 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 EXTRA: Final = 8
 """One micro-batch more is tried, and another for each so many."""
+
+
+class Work(NamedTuple):
+    """The work of sequences that share a micro-batch, or of one."""
+
+    tokens: int
+    """Input tokens that are computed."""
+    squares: int
+    """n² for a sequence of n tokens; b² - a² for its part from a to b. Attention grows with it."""
+
+    @classmethod
+    def of_length(cls, tokens: int) -> "Work":
+        """The work of a sequence that is computed alone."""
+        return cls(tokens, tokens * tokens)
 
 
 @dataclass(frozen=True)
@@ -22,9 +36,9 @@ class SequenceCost:
     even_at: float
     """Length at which attention costs as much as the matrix products."""
 
-    def __call__(self, tokens: int) -> float:
+    def __call__(self, work: Work) -> float:
         """Cost in units of a token's matrix products."""
-        return tokens + tokens * tokens / self.even_at
+        return work.tokens + work.squares / self.even_at
 
     @classmethod
     def of_model(cls, folder: Path) -> "SequenceCost":
@@ -67,15 +81,16 @@ def spread(costs: Sequence[float], bins: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def first_fit(tokens: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Indices of sequences by micro-batch, of at most `budget` tokens each, longest first.
+def first_fit(items: Sequence[Work], *, budget: int) -> list[list[int]]:
+    """Indices of sequences (or trees of them) by micro-batch, of at most `budget` tokens each, longest first.
 
     Args:
-        tokens: input tokens of each sequence; one that is longer than the budget gets a micro-batch of its own.
+        items: one that is longer than the budget gets a micro-batch of its own.
     """
+    tokens = [item.tokens for item in items]
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in _longest_first(tokens):
+    for index in _longest_first(items):
         fitting = next((n for n, left in enumerate(room) if tokens[index] <= left), None)
         if fitting is None:
             bins.append([index])
@@ -94,50 +109,50 @@ class MicroBatchPlan:
     """At least as many as `first_fit` finds on any rank."""
     cost: SequenceCost
 
-    def fill(self, tokens: Sequence[int], *, budget: int) -> list[list[int]]:
-        """As `first_fit`; the most expensive micro-batch first, as on all ranks. Fewer if there are fewer sequences."""
-        bins: list[list[int]] = [[] for _ in range(min(self.micro_batches, len(tokens)))]
+    def fill(self, items: Sequence[Work], *, budget: int) -> list[list[int]]:
+        """As `first_fit`; the most expensive micro-batch first, as on all ranks. Fewer if there are fewer items."""
+        bins: list[list[int]] = [[] for _ in range(min(self.micro_batches, len(items)))]
         filled, sums = [0] * len(bins), [0.0] * len(bins)
-        for index in _longest_first(tokens):
-            fitting = [n for n in range(len(bins)) if not bins[n] or filled[n] + tokens[index] <= budget]
+        for index in _longest_first(items):
+            fitting = [n for n in range(len(bins)) if not bins[n] or filled[n] + items[index].tokens <= budget]
             if not fitting:  # almost full ones: balanced enough
-                return first_fit(tokens, budget=budget)
+                return first_fit(items, budget=budget)
             chosen = min(fitting, key=lambda n: sums[n])
             bins[chosen].append(index)
-            filled[chosen] += tokens[index]
-            sums[chosen] += self.cost(tokens[index])
-        return sorted(bins, key=lambda chosen: -sum(self.cost(tokens[index]) for index in chosen))
+            filled[chosen] += items[index].tokens
+            sums[chosen] += self.cost(items[index])
+        return sorted(bins, key=lambda chosen: -sum(self.cost(items[index]) for index in chosen))
 
-    def slowest(self, of_ranks: Sequence[Sequence[int]], *, budget: int) -> float:
+    def slowest(self, of_ranks: Sequence[Sequence[Work]], *, budget: int) -> float:
         """Sum over the micro-batches of the slowest rank's cost in each.
 
         Args:
-            of_ranks: input tokens of each rank's sequences.
+            of_ranks: work of each rank's items.
         """
         costs = [
-            [sum(self.cost(tokens[index]) for index in chosen) for chosen in self.fill(tokens, budget=budget)]
-            for tokens in of_ranks
+            [sum(self.cost(items[index]) for index in chosen) for chosen in self.fill(items, budget=budget)]
+            for items in of_ranks
         ]
         return sum(map(max, zip_longest(*costs, fillvalue=0.0)))
 
 
-def _longest_first(tokens: Sequence[int]) -> list[int]:
-    return sorted(range(len(tokens)), key=lambda i: -tokens[i])
+def _longest_first(items: Sequence[Work]) -> list[int]:
+    return sorted(range(len(items)), key=lambda i: -items[i].tokens)
 
 
 def balance_groups(
-    lengths: Sequence[Sequence[int]], ranks: int, *, budget: int, cost: SequenceCost
+    works: Sequence[Sequence[Work]], ranks: int, *, budget: int, cost: SequenceCost
 ) -> tuple[list[list[int]], MicroBatchPlan]:
     """Indices of an update's groups by rank, and its micro-batches; the same on all ranks.
 
     Groups stay whole, because advantages compare the answers of one.
 
     Args:
-        lengths: input tokens of the sequences of each group.
+        works: work of each group's sequences, or trees of them.
     """
-    groups = spread([sum(map(cost, group)) for group in lengths], ranks)
-    lengths_of_rank = [[tokens for index in indices for tokens in lengths[index]] for indices in groups]
-    least = max(len(first_fit(tokens, budget=budget)) for tokens in lengths_of_rank)
+    groups = spread([sum(map(cost, group)) for group in works], ranks)
+    works_of_rank = [[work for index in indices for work in works[index]] for indices in groups]
+    least = max(len(first_fit(items, budget=budget)) for items in works_of_rank)
     # One with more room may be so much better balanced that it is faster.
     plans = [MicroBatchPlan(count, cost) for count in range(least, least + 2 + least // EXTRA)]
-    return groups, min(plans, key=lambda plan: plan.slowest(lengths_of_rank, budget=budget))
+    return groups, min(plans, key=lambda plan: plan.slowest(works_of_rank, budget=budget))

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.store.types import LeasedGroups
 from slipstream.buffer.wire.codec import action_mask, routed_experts, token_ids
-from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
+from slipstream.buffer.wire.messages import MIXTURE, Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -25,9 +28,10 @@ from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups
+from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, Work, balance_groups
 from slipstream.learner.data.images import ImageReader
-from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
+from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack, share_prefixes
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.data.rows import ActionBatch, build_rows
 from slipstream.learner.metrics.samples import Source, sources_of
 from slipstream.learner.parallel.mesh import World
@@ -64,17 +68,43 @@ class StepData:
 
 
 def token_sequence(
-    trajectory: Trajectory, images: Mapping[str, bytes], reader: ImageReader | None = None
+    trajectory: Trajectory,
+    images: Mapping[str, bytes],
+    reader: ImageReader | None = None,
+    targets: NDArray[np.bool_] | None = None,
 ) -> TokenSequence:
     """The tokens of a trajectory with its images, for packing.
 
     Args:
         images: of its group.
         reader: of the model; None: it takes no images.
+        targets: of the cross-entropy.
     """
     ids = token_ids(trajectory)
     read = None if reader is None else reader.read(ids, [images[name] for name in trajectory.images])
-    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory))
+    return TokenSequence(ids, action_mask(trajectory), read, routed_experts(trajectory), targets)
+
+
+def observed_tokens(trajectory: Trajectory, reader: ImageReader | None = None) -> NDArray[np.bool_]:
+    """True at what the env and the chat template have added after an action, shape [T]; not at images.
+
+    The tokens before the first action are the task, or in an episode's later trajectories its rewritten history.
+    """
+    mask = action_mask(trajectory)
+    observed: NDArray[np.bool_] = (mask == 0) & (np.maximum.accumulate(mask) > 0)
+    if reader is not None:
+        observed &= token_ids(trajectory) != reader.placeholder
+    return observed
+
+
+def algorithm_of(group: Group, algorithms: Sequence[str]) -> int:
+    """Index of a group's algorithm.
+
+    Args:
+        algorithms: labels of the envs with one of their own; the first is the learner's, of all other groups.
+    """
+    scores = group.trajectories[0].scores if group.trajectories else {}
+    return next((index for index, label in enumerate(algorithms) if label and f"{MIXTURE}{label}" in scores), 0)
 
 
 def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
@@ -83,59 +113,93 @@ def partition_groups(groups: int, *, updates: int, rank: int, world_size: int) -
     return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
 
 
+def group_works(group: Group, sharing: PrefixSharing | None, *, token_budget: int) -> list[Work]:
+    """Work of a group's sequences, or trees of them, as `pack` finds them."""
+    trajectories = group.trajectories
+    if sharing is None or any(each.images or each.routed_experts for each in trajectories):
+        return [Work.of_length(len(each.action_mask) - 1) for each in trajectories]
+    sequences = [token_sequence(trajectory, group.images) for trajectory in trajectories]
+    return [item.work for item in share_prefixes(sequences, sharing, token_budget=token_budget)]
+
+
 def balance_step(
-    lengths: Sequence[Sequence[int]], learner: LearnerConfig, world: World, cost: SequenceCost
+    works: Sequence[Sequence[Work]], learner: LearnerConfig, world: World, cost: SequenceCost
 ) -> tuple[list[list[int]], list[MicroBatchPlan]]:
     """Indices of the groups that this rank trains on and its micro-batches, by update.
 
     Args:
-        lengths: input tokens of the sequences of each of the step's groups.
+        works: work of each group's sequences, or trees of them.
         cost: of sequences under the policy.
     """
-    per_update = len(lengths) // learner.updates_per_step
+    per_update = len(works) // learner.updates_per_step
     assigned, plans = [], []
-    for start in range(0, len(lengths), per_update):
+    for start in range(0, len(works), per_update):
         shares, plan = balance_groups(
-            lengths[start : start + per_update], world.data_size, budget=learner.token_budget, cost=cost
+            works[start : start + per_update], world.data_size, budget=learner.token_budget, cost=cost
         )
         assigned.append([start + index for index in shares[world.data_rank]])
         plans.append(plan)
     return assigned, plans
 
 
-def build_step(
+def build_step(  # noqa: PLR0913  (all that a step depends on)
     assigned: Sequence[Sequence[tuple[Group, float]]],
     *,
-    learner: LearnerConfig,
+    algorithms: Mapping[str, LearnerConfig],
     rewards: Sequence[RewardConfig],
     step: int,
     consuming_version: int,
     staleness: Mapping[int, int] | None = None,
     images: ImageReader | None = None,
     plans: Sequence[MicroBatchPlan] | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> StepData:
     """A rank's part of a step.
 
     Args:
         assigned: groups of each update with their importance weights.
+        algorithms: `RunConfig.algorithms`.
         staleness: of action tokens, by their policy version; None: that of a training without restarts.
         images: reads the images of a vision-language model.
         plans: of each update's micro-batches, where several ranks train in step.
+        sharing: of common prefixes; None: each sequence is computed alone.
     """
     updates, all_trajectories, sources = [], list[Trajectory](), list[Source]()
+    labels, chosen = list(algorithms), list(algorithms.values())
+    indices = [algorithm_of(group, labels) for groups in assigned for group, _ in groups]
+    targets: list[NDArray[np.bool_]] | None = None
+    if any(each.streams.ce for each in chosen):
+        targets = [
+            observed_tokens(trajectory, images) & bool(chosen[index].streams.ce)
+            for index, (group, _) in zip(indices, chain.from_iterable(assigned), strict=True)
+            for trajectory in group.trajectories
+        ]
     unset: list[MicroBatchPlan | None] = [None] * len(assigned)
     for groups, plan in zip(assigned, plans or unset, strict=True):
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
+        own = repeat(None) if targets is None else iter(targets[len(all_trajectories) :])
         sequences = [
-            token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
+            token_sequence(trajectory, group.images, images, next(own))
+            for group, _ in groups
+            for trajectory in group.trajectories
         ]
-        updates.append(pack(sequences, token_budget=learner.token_budget, first_row=len(all_trajectories), plan=plan))
+        batches = pack(
+            sequences,
+            token_budget=chosen[0].token_budget,
+            first_row=len(all_trajectories),
+            plan=plan,
+            sharing=sharing,
+            groups=None if plan is None else [len(group.trajectories) for group, _ in groups],
+        )
+        updates.append(batches)
         all_trajectories += trajectories
         sources += [source for group, _ in groups for source in sources_of(group, samples=1)]
     rows = build_rows(
         [group for groups in assigned for group in groups],
         terms=[reward.name for reward in rewards if reward.weight],
-        turns=learner.advantage.needs_turns,
+        turns=any(each.advantage.needs_turns for each in chosen),
+        algorithms=indices if len(chosen) > 1 else None,
+        targets=targets,
     )
     if staleness is None:
         versions = {span.version for trajectory in all_trajectories for span in trajectory.spans}
@@ -163,7 +227,10 @@ class Feed:
         images: reads the images of a vision-language model.
         """
         self.images = images
+        self.sharing: PrefixSharing | None = None
+        """Of common prefixes, by the models' abilities; they are loaded later."""
         self._config = config
+        self._algorithms = config.algorithms
         self._cost = cost
         self._world = world
         self._signals = signals or GracefulStop()
@@ -230,13 +297,14 @@ class Feed:
             groups |= self._read(step, lease, [index for index in chain.from_iterable(assigned) if index not in groups])
         data = build_step(
             [[(groups[index], lease.importance_weights[index]) for index in indices] for indices in assigned],
-            learner=learner,
+            algorithms=self._algorithms,
             rewards=self._config.rewards,
             step=step,
             consuming_version=consuming_version,
             staleness=lease.staleness_of,
             images=self.images,
             plans=plans,
+            sharing=self.sharing,
         )
         return replace(data, lease=lease)
 
@@ -253,21 +321,21 @@ class Feed:
         """Indices of the groups that this rank trains on and its micro-batches, by update.
 
         Args:
-            groups: those whose lengths this rank shares with the others, by index.
+            groups: those whose work this rank shares with the others, by index.
         """
         learner, world = self._config.learner, self._world
-        lengths_of_own = [
-            (index, [len(trajectory.action_mask) - 1 for trajectory in group.trajectories])
+        own = [
+            (index, group_works(group, self.sharing, token_budget=learner.token_budget))
             for index, group in groups.items()
         ]
-        world.store.set(f"lengths/{number}/{world.data_rank}", json.dumps(lengths_of_own))
+        world.store.set(f"works/{number}/{world.data_rank}", json.dumps(own))
         if number > 2:
-            world.store.delete_key(f"lengths/{number - 2}/{world.data_rank}")
-        lengths: dict[int, list[int]] = {}
+            world.store.delete_key(f"works/{number - 2}/{world.data_rank}")
+        works: dict[int, list[Work]] = {}
         for rank in range(world.data_size):
-            shared = self._await_key(f"lengths/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
-            lengths |= dict(json.loads(shared))
-        return balance_step([lengths[index] for index in range(len(lengths))], learner, world, self._cost)
+            shared = self._await_key(f"works/{number}/{rank}", f"step {step}: the lengths of rank {rank}'s groups")
+            works |= {index: [Work(*work) for work in of_group] for index, of_group in json.loads(shared)}
+        return balance_step([works[index] for index in range(len(works))], learner, world, self._cost)
 
     def _lease(self, number: int, step: int, consuming_version: int) -> LeasedGroups:
         key = f"lease/{number}"  # not the step: it is leased again after a StarvedError

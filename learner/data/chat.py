@@ -2,22 +2,29 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.schema.trainers import DataConfig
 from slipstream.learner.data.examples import UnusableRow
 from slipstream.learner.data.packing import TokenSequence
 from slipstream.models.row_sources import Row, plain, value_at
 from slipstream.models.tokenizer import PromptError, Tokenizer
 
+log = get_log("learner.rows")
+
 Message = Mapping[str, Any]
 
 PROMPTS: Final = ("prompt", "question", "instruction", "problem")
 COMPLETIONS: Final = ("completion", "response", "answer", "output", "solution")
 """Columns by which prompt and completion are recognised, unless `columns` names them; the first that a row has."""
+
+
+UNENDED_S: Final = 3600.0
+"""Time between two warnings of templates without stop tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,13 @@ def read_demonstration(row: Row, config: DataConfig) -> Chat | Completion:
 
     Raises: UnusableRow when it is malformed.
     """
-    messages, text = _column(row, config, "messages"), _column(row, config, "text")
-    prompt, completion = _column(row, config, "prompt", PROMPTS), _column(row, config, "completion", COMPLETIONS)
-    tools = _tools(_column(row, config, "tools"))
+    messages, text = column(row, config, "messages"), column(row, config, "text")
+    prompt, completion = column(row, config, "prompt", PROMPTS), column(row, config, "completion", COMPLETIONS)
+    tools = tools_of(column(row, config, "tools"))
     if messages is not None:
-        return Chat(_messages(messages), tools)
+        return Chat(messages_of(messages), tools)
     if prompt is not None and completion is not None:
-        return _with_completion(prompt, completion, tools, chat=config.chat)
+        return with_completion(prompt, completion, tools, chat=config.chat)
     if isinstance(text, str):
         return Completion("", text)
     raise UnusableRow(
@@ -60,7 +67,7 @@ def read_demonstration(row: Row, config: DataConfig) -> Chat | Completion:
     )
 
 
-def _column(row: Row, config: DataConfig, name: str, others: Sequence[str] = ()) -> Any:
+def column(row: Row, config: DataConfig, name: str, others: Sequence[str] = ()) -> Any:
     """The value of a column; None if there is none."""
     if name in config.columns:
         return plain(value_at(row, config.columns[name]), images=True)
@@ -68,17 +75,19 @@ def _column(row: Row, config: DataConfig, name: str, others: Sequence[str] = ())
     return None if found is None else plain(row[found], images=True)
 
 
-def _with_completion(
+def with_completion(
     prompt: Any, completion: Any, tools: Sequence[Mapping[str, Any]], *, chat: bool
 ) -> Chat | Completion:
+    """An answer to a prompt, both texts or messages; of two texts no chat, unless that is requested."""
     if isinstance(prompt, str) and isinstance(completion, str) and not chat:
         return Completion(prompt, completion)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else _messages(completion)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else messages_of(prompt)
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else messages_of(completion)
     return Chat([*before, *after], tools, first=len(before))
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """Messages as templates expect them. Raises: UnusableRow."""
     if not isinstance(value, list) or not value:
         raise UnusableRow("malformed", f"messages must be a list with at least one, not {_short(value)}")
     return [_message(each) for each in value]
@@ -113,7 +122,8 @@ def _call(value: Any) -> dict[str, Any]:
     return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
+def tools_of(value: Any) -> list[dict[str, Any]]:
+    """Schemas of tools; none without a value. Raises: UnusableRow."""
     tools = _decoded(value, "tools")
     if tools is None or tools == "":
         return []
@@ -143,6 +153,7 @@ class DemonstrationEncoder:
     tokenizer: Tokenizer
     assistant_only: bool
     """Targets are the assistant's tokens, or those of the completion; otherwise all."""
+    unended: LogInterval = field(default_factory=lambda: LogInterval(UNENDED_S))
 
     def encode(self, demonstration: Chat | Completion) -> list[TokenSequence]:
         """Its token sequences, with its targets as actions: one, or of some chats one for each answer.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.learner.data.balance import MicroBatchPlan
+from slipstream.learner.data.balance import MicroBatchPlan, Work
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 
-Reason = Literal["malformed", "too_long", "no_target", "template", "images"]
+Reason = Literal["malformed", "too_long", "no_target", "template", "images", "no_preference"]
 
 
 class UnusableRow(SlipstreamError):
@@ -33,9 +33,10 @@ class Example:
     sequences: Sequence[TokenSequence]
 
     @property
-    def input_tokens(self) -> int:
-        """Number of input tokens."""
-        return sum(len(sequence.token_ids) - 1 for sequence in self.sequences)
+    def work(self) -> Work:
+        """The work of its sequences."""
+        works = [Work.of_length(len(sequence.token_ids) - 1) for sequence in self.sequences]
+        return Work(sum(work.tokens for work in works), sum(work.squares for work in works))
 
     @property
     def longest(self) -> int:
@@ -59,7 +60,7 @@ class Packed(Generic[E]):
 def pack_examples(examples: Sequence[E], *, token_budget: int, plan: MicroBatchPlan) -> list[Packed[E]]:
     """Packs examples into micro-batches of at most `token_budget` input tokens; a larger one gets one of its own."""
     packed = []
-    for chosen in plan.fill([example.input_tokens for example in examples], budget=token_budget):
+    for chosen in plan.fill([example.work for example in examples], budget=token_budget):
         inside = [examples[index] for index in chosen]
         sequences = [sequence for example in inside for sequence in example.sequences]
         (batch,) = pack(sequences, token_budget=sum(len(sequence.token_ids) for sequence in sequences))

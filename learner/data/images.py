@@ -43,6 +43,11 @@ class ImageReader:
         self._processor = ImageProcessor(model)
         self._patches = lru_cache(CACHED_IMAGES)(self._processor.patches)
 
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a part of an image."""
+        return self._processor.placeholder
+
     @classmethod
     def of(cls, model: Path) -> "ImageReader | None":
         """The reader of a model; None if it takes no images."""

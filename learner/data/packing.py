@@ -1,6 +1,7 @@
 """Token sequences packed into micro-batches: end to end, without padding, at most a budget of tokens each.
 
-# N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest, P padding
+# N packed input tokens, A actions (tokens that are scored for a sequence), S scores: an action that several sequences
+# share is scored once; B sequences, T actions of the longest, P padding
 # M layers with experts, K experts of a token
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from slipstream.learner.data.balance import MicroBatchPlan, first_fit
 from slipstream.learner.data.images import SequenceImages
+from slipstream.learner.data.prefix_tree import Item, Placement, PrefixSharing, PrefixTree, place, shared_items
 from slipstream.learner.parallel.context import ContextParallel
 from slipstream.learner.parallel.mesh import World
 
@@ -30,12 +32,14 @@ class TokenSequence:
         images: of the context; None without any.
         routed_experts: experts of the tokens but the last, shape [T - 1, M, K], -1 where the router chooses; None: it
             chooses everywhere.
+        targets: true where a token of the context is a target of the cross-entropy, shape [T]; None: nowhere.
     """
 
     token_ids: NDArray[Any]
     action_mask: NDArray[Any]
     images: SequenceImages | None = None
     routed_experts: NDArray[np.int16] | None = None
+    targets: NDArray[Any] | None = None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -69,18 +73,27 @@ class MicroBatch(Movable):
     segment_lengths: tuple[int, ...]
     segment_ends: Tensor
     """0 and the end of each segment, int32, for the attentions of GPUs."""
-    action_positions_A: Tensor
-    """Packed positions whose logits predict an action."""
-    actions_A: Tensor
-    """Token ids of the actions."""
+    action_positions_S: Tensor
+    """Packed positions whose logits predict an action, ascending."""
+    actions_S: Tensor
+    """Token ids of these actions."""
     rows_B: Tensor
     """Row of each sequence in the step's batch."""
     sequence_A: Tensor
     """Index of each action's sequence among these."""
     action_index_A: Tensor
-    """Index of each action within its sequence."""
+    """Index of each action within its sequence; the targets of a sequence follow its actions."""
     width: int
     """T."""
+    sequence_tokens: int
+    """Input tokens of the sequences; more than N where they share prefixes."""
+    tree: PrefixTree | None = None
+    """The segments as trees of shared prefixes; None: each segment is a sequence."""
+    score_A: Tensor | None = None
+    """Index of each action among the scored ones; None: they are the same."""
+    is_target_A: Tensor | None = None
+    """True where a scored token is not an action but a target of the cross-entropy; None: all are actions. Sequences
+    with targets share no prefixes."""
     rope_positions_31N: Tensor | None = None
     """Positions in time, height and width, if a sequence has images."""
     pixels_PD: Tensor | None = None
@@ -95,8 +108,13 @@ class MicroBatch(Movable):
 
     @property
     def actions(self) -> int:
-        """Number of actions."""
-        return self.actions_A.numel()
+        """Number of actions, A."""
+        return self.sequence_A.numel()
+
+    @property
+    def segment_depths(self) -> tuple[int, ...]:
+        """Number of tokens before each segment that it attends to."""
+        return (0,) * len(self.segment_lengths) if self.tree is None else self.tree.depths
 
     def padded(self, values_A: Tensor) -> Tensor:
         """Values of the actions as rows, shape [B, T], 0 where there is no action; differentiable."""
@@ -148,28 +166,41 @@ class MicroBatch(Movable):
         own = slice(context.rank * length, (context.rank + 1) * length)
         more_1P = torch.arange(padding, device=self.position_ids_1N.device)[None]
         given = self.routed_experts_1NMK
-        limits = torch.tensor([own.start, own.stop], device=self.action_positions_A.device)
-        first, last = torch.searchsorted(self.action_positions_A, limits).tolist()
+        limits = torch.tensor([own.start, own.stop], device=self.action_positions_S.device)
+        first, last = torch.searchsorted(self.action_positions_S, limits).tolist()
         return replace(
             self,
             input_ids_1N=F.pad(self.input_ids_1N, (0, padding))[:, own],
             position_ids_1N=torch.cat([self.position_ids_1N, more_1P], dim=1)[:, own],
             segment_lengths=(*self.segment_lengths, padding) if padding else self.segment_lengths,
+            tree=None if self.tree is None else self.tree.padded(padding),
             segment_ends=F.pad(self.segment_ends, (0, 1), value=tokens + padding) if padding else self.segment_ends,
-            action_positions_A=self.action_positions_A[first:last] - own.start,
-            actions_A=self.actions_A[first:last],
-            sequence_A=self.sequence_A[first:last],
-            action_index_A=self.action_index_A[first:last],
+            action_positions_S=self.action_positions_S[first:last] - own.start,
+            actions_S=self.actions_S[first:last],
+            **self._actions_of_scores(slice(first, last)),
             padding_tokens=min(length, max(0, own.stop - tokens + self.padding_tokens)),
-            share=Share(context, first, self.actions),
+            share=Share(context, first, self.actions_S.numel()),
             routed_experts_1NMK=None if given is None else F.pad(given, (0, 0, 0, 0, 0, padding), value=-1)[:, own],
         )
 
-    def of_whole(self, values_A: Tensor) -> Tensor:
-        """Values of all actions of the whole micro-batch, from those of this share; differentiable, a collective."""
-        if self.share is None:
-            return values_A
-        return self.share.context.gather(values_A, start=self.share.first_action, total=self.share.actions)
+    def _actions_of_scores(self, scores: slice) -> dict[str, Any]:
+        """Fields of the actions that were scored there, if each action has a score of its own; else none change."""
+        if self.score_A is not None:
+            return {}
+        return {
+            "sequence_A": self.sequence_A[scores],
+            "action_index_A": self.action_index_A[scores],
+            "is_target_A": None if self.is_target_A is None else self.is_target_A[scores],
+        }
+
+    def of_whole(self, values_S: Tensor) -> Tensor:
+        """Values of all actions of the whole micro-batch, [A], from those that this share scored; differentiable.
+
+        A collective if it is a share.
+        """
+        if self.share is not None:
+            values_S = self.share.context.gather(values_S, start=self.share.first, total=self.share.scored)
+        return values_S if self.score_A is None else values_S.index_select(0, self.score_A)
 
     def boundaries(self) -> dict[str, Any]:
         """Sequence boundaries as keyword arguments of attention, the learner's own and that of flash-attention."""
@@ -180,6 +211,7 @@ class MicroBatch(Movable):
             "cu_seq_lens_k": self.segment_ends,
             "max_length_q": longest,
             "max_length_k": longest,
+            **({} if self.tree is None else {"tree": self.tree}),
             **({} if self.share is None else {"context": self.share.context}),
         }
 
@@ -189,14 +221,20 @@ class Share:
     """Place of a rank's share in a micro-batch."""
 
     context: ContextParallel
-    first_action: int
-    """Index of its first action in the whole."""
-    actions: int
-    """Number of actions of the whole."""
+    first: int
+    """Index of its first scored action in the whole."""
+    scored: int
+    """Number of scored actions of the whole."""
 
 
 def pack(
-    sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0, plan: MicroBatchPlan | None = None
+    sequences: Sequence[TokenSequence],
+    *,
+    token_budget: int,
+    first_row: int = 0,
+    plan: MicroBatchPlan | None = None,
+    sharing: PrefixSharing | None = None,
+    groups: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """Packs sequences, longest first, into as few micro-batches as first-fit finds.
 
@@ -204,18 +242,67 @@ def pack(
 
     Args:
         sequences: at least two tokens each.
-        token_budget: most input tokens in one micro-batch; a longer sequence gets one of its own.
+        token_budget: most input tokens in one micro-batch, shared ones counted once; a longer sequence gets one of its
+            own.
         first_row: the first sequence's row in the step's batch; the others follow.
         plan: number and equal costs of the micro-batches, where several ranks train in step.
+        sharing: compute common prefixes once, by this rule; None: each sequence is computed alone.
+        groups: number of sequences of each group, where the plan was made from groups: trees are within one.
     """
-    lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
-    bins = first_fit(lengths, budget=token_budget) if plan is None else plan.fill(lengths, budget=token_budget)
-    return [_micro_batch([sequences[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
+    items = share_prefixes(sequences, sharing, token_budget=token_budget, groups=groups)
+    works = [item.work for item in items]
+    bins = first_fit(works, budget=token_budget) if plan is None else plan.fill(works, budget=token_budget)
+    return [_pack_items(sequences, [items[index] for index in chosen], first_row, sharing) for chosen in bins]
+
+
+def share_prefixes(
+    sequences: Sequence[TokenSequence],
+    sharing: PrefixSharing | None,
+    *,
+    token_budget: int,
+    groups: Sequence[int] | None = None,
+) -> list[Item]:
+    """The sequences as trees of shared prefixes, or single; see `pack`.
+
+    Sequences with images, with targets of the cross-entropy, or whose experts are given, share nothing.
+    """
+    if any(
+        given is not None
+        for sequence in sequences
+        for given in (sequence.images, sequence.targets, sequence.routed_experts)
+    ):
+        sharing = None
+    items: list[Item] = []
+    first = 0
+    for count in [len(sequences)] if groups is None else groups:
+        inputs = [sequence.token_ids[:-1] for sequence in sequences[first : first + count]]
+        found = shared_items(inputs, sharing, budget=token_budget)
+        items += [Item([first + index for index in item.indices], item.work) for item in found]
+        first += count
+    return items
+
+
+def _pack_items(
+    sequences: Sequence[TokenSequence], items: Sequence[Item], first_row: int, sharing: PrefixSharing | None
+) -> MicroBatch:
+    chosen = [index for item in items for index in item.indices]
+    own = [sequences[index] for index in chosen]
+    placement = None
+    if sharing is not None and len(chosen) > len(items):
+        inputs = [sequence.token_ids[:-1] for sequence in own]
+        placement = place(inputs, [len(item.indices) for item in items], sharing)
+    return _micro_batch(own, [first_row + index for index in chosen], placement)
 
 
 def all_actions(token_ids: NDArray[Any]) -> TokenSequence:
     """A sequence of which every token but the first is an action."""
     return TokenSequence(token_ids, np.ones(len(token_ids), dtype=bool))
+
+
+def whole_sequence(token_ids: NDArray[Any]) -> TokenSequence:
+    """A sequence that is scored as a whole: its one action stands behind the last token, which is an input too."""
+    padded = np.append(token_ids, token_ids[-1:])  # a scalar head does not look at the action
+    return TokenSequence(padded, np.arange(len(padded)) == len(token_ids))
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -226,12 +313,13 @@ def empty_micro_batch() -> MicroBatch:
         position_ids_1N=torch.zeros(1, 1, dtype=torch.long),
         segment_lengths=(1,),
         segment_ends=_ends([1]),
-        action_positions_A=nothing,
-        actions_A=nothing,
+        action_positions_S=nothing,
+        actions_S=nothing,
         rows_B=nothing,
         sequence_A=nothing,
         action_index_A=nothing,
         width=1,
+        sequence_tokens=0,
         padding_tokens=1,
     )
 
@@ -246,30 +334,59 @@ def aligned(micro_batches: Sequence[MicroBatch], world: World) -> list[MicroBatc
     return [batch.to(world.device) for batch in (*micro_batches, *padding)]
 
 
-def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> MicroBatch:
+def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int], placement: Placement | None) -> MicroBatch:
     lengths = np.array([len(sequence.token_ids) for sequence in sequences])
     tokens = np.concatenate([sequence.token_ids for sequence in sequences])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     is_last = np.zeros(len(tokens), dtype=bool)
     is_last[starts + lengths - 1] = True
-    actions, sequence, action_index = locate_actions([sequence.action_mask for sequence in sequences])
+    located = locate_actions([sequence.action_mask for sequence in sequences])
+    is_target = None
+    if any(each.targets is not None for each in sequences):
+        located, is_target = _with_targets(located, sequences)
+    actions, sequence, action_index = located
     of_token = np.repeat(np.arange(len(sequences)), lengths)
-    positions_N = torch.from_numpy((np.arange(len(tokens)) - starts[of_token])[~is_last])
+    inputs, positions = tokens[~is_last].astype(np.int64), (np.arange(len(tokens)) - starts[of_token])[~is_last]
+    # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's index.
+    predicted_from, action_ids = actions - 1 - sequence, tokens[actions].astype(np.int64)
+    sequence_tokens, segment_lengths, score, tree = len(inputs), tuple((lengths - 1).tolist()), None, None
+    if placement is not None:
+        tree = placement.tree
+        segment_lengths = tree.lengths
+        placed = np.concatenate(placement.positions)
+        first_of = np.unique(placed, return_index=True)[1]
+        inputs, positions = inputs[first_of], positions[first_of]
+        predicted_from, action_ids, score = _scored_once(placed[predicted_from], action_ids)
     return MicroBatch(
-        input_ids_1N=torch.from_numpy(tokens[~is_last].astype(np.int64))[None],
-        position_ids_1N=positions_N[None],
-        segment_lengths=tuple(int(length) - 1 for length in lengths),
-        segment_ends=_ends(lengths - 1),
-        # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's index.
-        action_positions_A=torch.from_numpy(actions - 1 - sequence),
-        actions_A=torch.from_numpy(tokens[actions].astype(np.int64)),
+        input_ids_1N=torch.from_numpy(inputs)[None],
+        position_ids_1N=torch.from_numpy(positions)[None],
+        segment_lengths=segment_lengths,
+        segment_ends=_ends(segment_lengths),
+        action_positions_S=torch.from_numpy(predicted_from),
+        actions_S=torch.from_numpy(action_ids),
         rows_B=torch.tensor(rows),
         sequence_A=torch.from_numpy(sequence),
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
+        is_target_A=None if is_target is None else torch.from_numpy(is_target),
+        sequence_tokens=sequence_tokens,
+        tree=tree,
+        score_A=None if score is None else torch.from_numpy(score),
         routed_experts_1NMK=_routed_experts(sequences),
         **_image_inputs(sequences),
     )
+
+
+def _scored_once(
+    positions_A: NDArray[np.int64], actions_A: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Position and token of the distinct actions, by position, [S] each, and the index of each action among them, [A].
+
+    Where sequences branch off, one position predicts several tokens.
+    """
+    vocabulary = int(actions_A.max(initial=0)) + 1
+    distinct_S, score_A = np.unique(positions_A * vocabulary + actions_A, return_inverse=True)
+    return distinct_S // vocabulary, distinct_S % vocabulary, score_A.reshape(-1)
 
 
 def _ends(lengths: ArrayLike) -> Tensor:
@@ -308,9 +425,31 @@ def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     }
 
 
-def locate_actions(
-    masks: Sequence[NDArray[Any]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+Located = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Of tokens in sequences laid end to end: position, sequence, and index in the sequence's row."""
+
+
+def _with_targets(located: Located, sequences: Sequence[TokenSequence]) -> tuple[Located, NDArray[np.bool_]]:
+    """Actions and targets in the order of their positions, and which are targets."""
+    masks = [np.zeros(len(each.action_mask)) if each.targets is None else each.targets for each in sequences]
+    targets = locate_targets(masks, np.bincount(located[1], minlength=len(sequences)))
+    position, sequence, index = (np.concatenate(each) for each in zip(located, targets, strict=True))
+    order = np.argsort(position)
+    return (position[order], sequence[order], index[order]), order >= len(located[0])
+
+
+def locate_targets(masks: Sequence[NDArray[Any]], actions: NDArray[np.int64]) -> Located:
+    """Positions of the targets; in the row of a sequence they follow its actions.
+
+    Args:
+        masks: true at the targets of each sequence.
+        actions: number of actions of each sequence.
+    """
+    position, sequence, index = locate_actions(masks)
+    return position, sequence, actions[sequence] + index
+
+
+def locate_actions(masks: Sequence[NDArray[Any]]) -> Located:
     """Positions of the actions in sequences laid end to end: token, sequence, and index within the sequence.
 
     Args:

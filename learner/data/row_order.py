@@ -38,13 +38,22 @@ class RowRef:
 class Source:
     """The rows of one `DataConfig`, of all its files in their order."""
 
-    def __init__(self, config: DataConfig, *, default_split: str, what: str) -> None:
-        """Raises: ConfigError, which begins with `what`, when they can't be read."""
-        paths = [config.path] if isinstance(config.path, str) else config.path
+    def __init__(self, config: DataConfig, *, default_split: str, what: str, pairs: bool = False) -> None:
+        """Args: pairs: of a run's groups, only those that have a pair of a better and a worse answer.
+
+        Raises: ConfigError, which begins with `what`, when they can't be read.
+        """
         self.config = config
-        self._files: list[RowSource] = open_sources(
-            paths, subset=config.subset, split=config.split, default_split=default_split, what=what
-        )
+        self._files: list[RowSource]
+        if config.run is not None:
+            # Imported here: it needs Redis's client, which files do not.
+            from slipstream.learner.data.recorded_groups import RecordedGroups
+
+            self._files = [RecordedGroups(config.run, pairs=pairs)]
+        else:
+            self._files = open_sources(
+                config.paths, subset=config.subset, split=config.split, default_split=default_split, what=what
+            )
         self._ends = list(accumulate(map(len, self._files)))
 
     def __len__(self) -> int:
@@ -144,18 +153,21 @@ class RowOrder:
 
 
 def open_rows(
-    data: Sequence[DataConfig], *, validation: Sequence[DataConfig], held_out: int, seed: int
+    data: Sequence[DataConfig], *, validation: Sequence[DataConfig], held_out: int, seed: int, pairs: bool = False
 ) -> tuple[RowOrder, list[RowRef]]:
     """The order of the training rows, and the validation rows.
 
     Args:
         validation: sources of validation rows.
+        pairs: of a run's groups, only those that have a pair of a better and a worse answer.
         held_out: rows at the ends of the sources of training rows that are validation rows instead.
 
     Raises: ConfigError when files can't be read, or there are no rows.
     """
-    trained = [Source(each, default_split="train", what="learner.trainer.data") for each in data]
-    others = [Source(each, default_split="test", what="learner.trainer.validation.data") for each in validation]
+    trained = [Source(each, default_split="train", what="learner.trainer.data", pairs=pairs) for each in data]
+    others = [
+        Source(each, default_split="test", what="learner.trainer.validation.data", pairs=pairs) for each in validation
+    ]
     problems = [
         f"{key}: {source.config.path} has no rows"
         for key, sources in (("learner.trainer.data", trained), ("learner.trainer.validation.data", others))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
-from slipstream.learner.data.packing import Movable, locate_actions
+from slipstream.learner.data.packing import Movable, locate_actions, locate_targets
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ActionBatch(Movable):
     """
 
     mask_BT: Tensor
-    """1.0 where there is an action."""
+    """1.0 where there is an action; the first columns of a row."""
     behaviour_logprobs_BT: Tensor
     """log μ."""
     versions_BT: Tensor
@@ -53,11 +53,19 @@ class ActionBatch(Movable):
     group_E: Tensor
     """Index of each episode's group: 0 to groups - 1."""
     groups: int
+    algorithm_B: Tensor | None = None
+    """Index of the algorithm that the row is trained by; None where there is only the learner's."""
+    ce_mask_BT: Tensor | None = None
+    """1.0 at the targets of the cross-entropy, whose columns follow those of the actions; None without that stream."""
 
     @property
     def episodes(self) -> int:
         """Number of episodes, E."""
         return len(self.reward_E)
+
+    def own_B1(self, algorithm: int) -> Tensor | None:
+        """1.0 in the rows of an algorithm, shape [B, 1]; None if all are."""
+        return None if self.algorithm_B is None else (self.algorithm_B == algorithm).to(self.mask_BT.dtype)[:, None]
 
     def by_episode(self, values_BT: Tensor) -> Tensor:
         """Values of all actions with those of an episode in one row, shape [E, L]; 0 where there is no action."""
@@ -73,17 +81,30 @@ class ActionBatch(Movable):
         return values_EL.new_zeros(self.mask_BT.shape).index_put((row_A, column_A), values_A)
 
 
-def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str], turns: bool = False) -> ActionBatch:
+def build_rows(
+    groups: Sequence[tuple[Group, float]],
+    *,
+    terms: Sequence[str],
+    turns: bool = False,
+    algorithms: Sequence[int] | None = None,
+    targets: Sequence[NDArray[np.bool_]] | None = None,
+) -> ActionBatch:
     """The rows of some groups, each with its importance weight.
 
     Args:
         terms: names of the reward terms that are trained on.
         turns: with turns and their states.
+        algorithms: index of each group's algorithm; None: there is only one.
+        targets: true at the targets of the cross-entropy among each trajectory's tokens; None without that stream.
     """
     trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
     sizes = torch.tensor([len(group.trajectories) for group, _ in groups])
     actions, row, action_index = locate_actions([action_mask(trajectory) for trajectory in trajectories])
-    width = int(action_index.max(initial=0)) + 1
+    lengths = np.bincount(row, minlength=len(trajectories))
+    width, places = int(action_index.max(initial=0)) + 1, None
+    if targets is not None:
+        places = locate_targets(targets, lengths)[1:]
+        width = max(width, int(places[1].max(initial=0)) + 1)
 
     def padded(values: NDArray[np.float32] | NDArray[np.int64], fill: float) -> Tensor:
         rows = np.full((len(trajectories), width), fill, dtype=values.dtype)
@@ -93,7 +114,6 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str], t
     keys = [(index, trajectory.episode) for index, (group, _) in enumerate(groups) for trajectory in group.trajectories]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     episode = np.array([numbers[key] for key in keys], dtype=np.int64)
-    lengths = np.bincount(row, minlength=len(trajectories))
     offset, totals = _offsets(episode, lengths)
     # The trajectories of an episode share reward and scores.
     of_episode = [trajectories[first] for first in np.unique(episode, return_index=True)[1]]
@@ -117,6 +137,10 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str], t
         greedy_reward_E=None if None in greedy else torch.tensor(greedy, dtype=torch.float32)[group_E],
         group_E=group_E,
         groups=len(groups),
+        algorithm_B=None if algorithms is None else torch.tensor(algorithms).repeat_interleave(sizes),
+        ce_mask_BT=None
+        if places is None
+        else torch.zeros(len(trajectories), width).index_put_(tuple(map(torch.from_numpy, places)), torch.ones(())),
     )
 
 

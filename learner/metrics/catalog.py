@@ -129,11 +129,18 @@ STEP: Final = (
     _metric(
         "loss",
         "",
-        "loss under `learner.loss.aggregation`, mean over the step's updates",
+        "loss under `learner.loss.aggregation`, mean over the step's updates, with further streams the weighted sum of all; "
+        "of rows of files, mean over the terms",
         verl="actor/pg_loss",
         trl="loss",
         prime_rl="loss/mean",
     ),
+    _metric(
+        "rl_loss ce_loss ref_kl_loss",
+        "",
+        "part of each of `learner.streams` in it, without its weight; of `ce` in nats per token, of `ref_kl` an estimate of KL(π_θ‖π_ref) in nats",
+    ),
+    _metric("ce_tokens ref_kl_tokens", "tokens", "tokens of these streams"),
     _metric("ess", "0–1", "effective sample size of w = π_θ/μ, (Σw)²/(n·Σw²); 1 when all are equal"),
     _metric("weight_mean", "", "mean of w; 1 in expectation", trl="sampling/importance_sampling_ratio/mean"),
     _metric(
@@ -187,6 +194,7 @@ STEP: Final = (
     _metric("actions", "actions", "actions trained on"),
     _metric("tokens", "tokens", "input tokens trained on, prompts included", verl="perf/total_num_tokens"),
     _metric("answers", "episodes", "episodes trained on"),
+    _metric("prefix_saving", "", "share of them that was not computed again, because sequences share prefixes"),
     _metric("flops", "FLOP", "forward and backward passes over them, by the model's shape (`learner/models/flops.py`)"),
     _metric(
         "mfu",
@@ -208,6 +216,17 @@ STEP: Final = (
         trl="kl",
     ),
     _metric("kl_coefficient", "", "its coefficient", verl="actor/kl_coef"),
+    _metric(
+        "distill/kl",
+        "nats",
+        "mean divergence from the teacher per distilled action, by `learner.distill.loss`; with `advantage` log π_θ − log π_T",
+    ),
+    _metric("distill/agreement", "0–1", "share of these at which policy and teacher hold the same token likeliest"),
+    _metric(
+        "distill/share",
+        "0–1",
+        "share of all actions that is distilled; others have no teacher, or lack what its context names",
+    ),
     _metric("value_loss", "", "the critic's loss; with `learner.critic`", verl="critic/vf_loss"),
     _metric("value_clip_fraction", "0–1", "share of clipped values", verl="critic/vf_clipfrac"),
     _metric(
@@ -218,6 +237,17 @@ STEP: Final = (
     ),
     _metric("critic_lr", "", "as `lr`, of the critic", verl="critic/lr"),
     _metric("critic_grad_norm", "", "as `grad_norm`, of the critic", verl="critic/grad_norm"),
+    _metric(
+        "process_reward",
+        "",
+        "mean sum of an answer's implicit process rewards, in the update; with `learner.process_reward`",
+        verl="reward_model/raw_reward",
+    ),
+    _metric("process_reward_loss", "", "its cross-entropy with the outcomes", verl="reward_model/dpo_loss"),
+    _metric(
+        "process_reward_accuracy", "0–1", "share of answers whose process reward is above 0 as their outcome is above ½"
+    ),
+    _metric("process_reward_lr process_reward_grad_norm", "", "as `lr` and `grad_norm`, of the process reward model"),
     _metric(
         "throttle/max_staleness throttle/lr_scale", "versions, 0–1", "state of the throttle; with `learner.throttle`"
     ),

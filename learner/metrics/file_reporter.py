@@ -16,6 +16,8 @@ from slipstream.learner.metrics.trackers import Tracker
 
 log = get_log("learner.reporter")
 
+RECORD: Final = {"kind", "time_s", "step", "loss"}
+"""Fields of a measurement that the summary has elsewhere."""
 DROPPED: Final = "rows_dropped/"
 """Prefix of the metrics that count rows that were left out, by reason."""
 
@@ -81,6 +83,9 @@ def summarise_steps(records: Sequence[Metrics], *, last_step: int) -> dict[str, 
         "validation_loss_first": losses[0] if losses else None,
         "validation_loss_last": losses[-1] if losses else None,
         "validation_loss_best": min(known, default=None),
+        "validation_last": {name: value for name, value in measured[max(measured)].items() if name not in RECORD}
+        if measured
+        else None,
         "tokens_trained": round(sum(step.get("tokens") or 0 for step in steps)),
         "rows_trained": round(sum(step.get("rows") or 0 for step in steps)),
         "rows_dropped": {

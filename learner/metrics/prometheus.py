@@ -9,6 +9,7 @@ from typing import Final, Literal
 from slipstream.configs.runtime.exposition import Reading
 from slipstream.learner.metrics.catalog import CATALOG, Metric
 from slipstream.learner.metrics.destinations import Row
+from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 from slipstream.learner.metrics.trackers import Record
 
 OWN: Final = "buffer/"
@@ -57,8 +58,9 @@ def export(key: str, kind: Literal["step", "eval"]) -> tuple[str, str, str, str]
     """
     if key == "kind" or key.startswith(OWN):
         return None
-    names = {name for metric in CATALOG[kind] for name in metric.names}
-    for metric in CATALOG[kind]:
+    catalogued = (*CATALOG[kind], *FILE_CATALOG[kind])
+    names = {name for metric in catalogued for name in metric.names}
+    for metric in catalogued:
         for pattern in metric.names:
             found = re.fullmatch(re.sub(r"<\w+>", "(.+)", re.escape(pattern)), key)
             if found is None:

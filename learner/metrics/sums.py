@@ -16,13 +16,15 @@ from slipstream.buffer.wire.messages import CUT_OFF, FINISH_REASONS, Trajectory
 from slipstream.learner.algorithms.divergence import SUMS as LAG
 from slipstream.learner.algorithms.divergence import k3, mismatch_metrics, mismatch_sums
 from slipstream.learner.algorithms.losses.base import bounded
-from slipstream.learner.algorithms.objective import ActionValues
+from slipstream.learner.algorithms.objective import ActionValues, Distilled
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
     *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability", "reference_kl", "referenced",
-    "input_tokens", "flops",
+    "distilled", "distill_kl", "distill_agreed", "distill_compared",
+    "sequence_tokens", "input_tokens", "flops",
+    "process_loss", "process_answers", "process_right", "process_reward",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
@@ -32,10 +34,16 @@ _SQUARES = "reward_squared"
 class StepSums:
     """Accumulates on the device; nothing is copied to the host before `means`."""
 
-    def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
-        """`reasons`: those for which the correction can mask actions, the same on all ranks."""
-        self._reasons = reasons
-        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
+    def __init__(self, device: torch.device, reasons: Sequence[str] = (), streams: Sequence[str] = ()) -> None:
+        """Both lists are the same on all ranks.
+
+        Args:
+            reasons: those for which the correction can mask actions.
+            streams: those beside `rl`.
+        """
+        self._reasons, self._streams = reasons, streams
+        of_streams = [f"{name}_{what}" for name in streams for what in ("loss", "tokens")]
+        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons), "rl_loss", *of_streams]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
@@ -72,6 +80,8 @@ class StepSums:
             self.add(entropy=values.entropy_BT.sum())
         if values.reference_kl_BT is not None:
             self.add(reference_kl=values.reference_kl_BT.sum(), referenced=mask_BT.sum())
+        if values.distilled is not None:
+            self._add_distilled(values.distilled)
         if own_version is not None and values.initial_BT is not None:
             same_BT = mask_BT * (values.versions_BT == own_version)
             mismatch_BT = (values.initial_BT - values.behaviour_BT) * same_BT
@@ -82,6 +92,12 @@ class StepSums:
                 mismatch_abs=mismatch_BT.abs().sum(),
                 mismatch_probability=((values.initial_BT.exp() - values.behaviour_BT.exp()) * same_BT).abs().sum(),
             )
+
+    def _add_distilled(self, distilled: Distilled) -> None:
+        actions = distilled.mask_BT.sum()
+        self.add(distilled=actions, distill_kl=distilled.kl_BT.sum())
+        if distilled.agreed_BT is not None:
+            self.add(distill_compared=actions, distill_agreed=distilled.agreed_BT.sum())
 
     def add_masked(self, masked: Mapping[str, Tensor]) -> None:
         """Adds the number of actions that each reason masks; reasons may overlap."""
@@ -107,14 +123,24 @@ class StepSums:
         metrics = {
             "actions": total["actions"],
             "answers": total["episodes"],
-            "tokens": total["input_tokens"],
+            "tokens": total["sequence_tokens"],
+            "prefix_saving": 1 - total["input_tokens"] / max(1, total["sequence_tokens"]),
             "flops": total["flops"],
         }
         if total["actions"]:
             metrics |= _policy_metrics(total)
             metrics |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
+        if self._streams:
+            metrics["rl_loss"] = total["rl_loss"]
+        metrics |= {f"{name}_{what}": total[f"{name}_{what}"] for name in self._streams for what in ("loss", "tokens")}
         if total["valued"]:
             metrics |= _critic_metrics(total)
+        if total["process_answers"]:
+            metrics |= {
+                "process_reward_loss": total["process_loss"],
+                "process_reward_accuracy": total["process_right"] / total["process_answers"],
+                "process_reward": total["process_reward"] / total["process_answers"],
+            }
         return metrics | {name: float(value) for name, value in self._values.items()}
 
 
@@ -131,6 +157,13 @@ def _policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
         metrics["entropy"] = total["entropy"] / actions
     if total["referenced"]:
         metrics["reference_kl"] = total["reference_kl"] / total["referenced"]
+    if total["distilled"]:
+        metrics |= {
+            "distill/kl": total["distill_kl"] / total["distilled"],
+            "distill/share": total["distilled"] / actions,
+        }
+    if total["distill_compared"]:
+        metrics["distill/agreement"] = total["distill_agreed"] / total["distill_compared"]
     if same:
         metrics |= {"mismatch_tokens": same}
         of_same_version = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_probability")

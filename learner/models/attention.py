@@ -19,7 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.data.prefix_tree import PrefixTree
 from slipstream.learner.models.attention_kernels import ANY, Call, Choice, Machine, choose, flex, varlen
+from slipstream.learner.models.attention_tree import tree_attention
 from slipstream.learner.parallel.context import exchanging
 
 log = get_log("learner.model")
@@ -71,6 +73,7 @@ def packed_attention(  # noqa: PLR0913  (transformers calls it)
     attention_mask: Window | Tensor | None,
     *,
     segment_lengths: Sequence[int],
+    tree: PrefixTree | None = None,
     requested: str = ANY,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -88,19 +91,23 @@ def packed_attention(  # noqa: PLR0913  (transformers calls it)
 
     Raises: ConfigError when the requested kernel can't compute it.
     """
-    call = Call(query.dtype, query.shape[-1], softcap=softcap is not None, sinks=s_aux is not None, dropout=dropout > 0)
+    call = Call(
+        query.dtype, query.shape[-1], softcap=softcap is not None, sinks=s_aux is not None, dropout=dropout > 0,
+        tree=tree is not None,
+    )  # fmt: skip
     backend = _chosen(requested, call, Machine.of(query.device)).backend
     if backend == NAME:
         return segments_attention(
             module, query, key, value, attention_mask,
-            segment_lengths=segment_lengths, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
+            segment_lengths=segment_lengths, tree=tree, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
-    lengths, window = _limits(attention_mask, segment_lengths)
+    lengths, window = _limits(attention_mask, segment_lengths, tree)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if backend == "varlen":
         ends = cu_seq_lens_q if lengths is segment_lengths else None
         return varlen(query, key, value, lengths, window=window, scaling=factor, ends=ends), None
-    out = flex(query, key, value, lengths, window=window, scaling=factor, softcap=softcap, sinks_H=s_aux)
+    trees = PrefixTree.of_sequences(lengths) if tree is None else tree
+    out = flex(query, key, value, trees, window=window, scaling=factor, softcap=softcap, sinks_H=s_aux)
     return out, None
 
 
@@ -123,6 +130,7 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     attention_mask: Window | Tensor | None,
     *,
     segment_lengths: Sequence[int],
+    tree: PrefixTree | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -136,14 +144,20 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
         value: [1, H, T, V].
         attention_mask: the window; None: the whole sequence. Not a tensor: boundaries are in `segment_lengths`.
         segment_lengths: lengths of the packed sequences; they sum to T.
+        tree: the trees of which they are the nodes: a token also sees the ancestors of its own; None: it does not.
         scaling: factor of the scores, 1/sqrt(D) if None.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: attention sinks [H]: the score of one more key, with a value of 0.
 
     Returns: [1, T, H, V], and None for the attention weights.
     """
-    segment_lengths, window = _limits(attention_mask, segment_lengths)
+    segment_lengths, window = _limits(attention_mask, segment_lengths, tree)
     kernel = _Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, s_aux)
+    if tree is not None:
+        is_plain = softcap is None and s_aux is None and not dropout and (window is None or tree.height <= window)
+        if is_plain and query.device.type == "cpu":
+            return tree_attention(query, key, value, tree, kernel.scaling), None
+        return kernel.by_paths(query, key, value, tree, window, softcap), None
     pieces = []
     for start, length, count in _runs(segment_lengths):
         # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
@@ -161,13 +175,17 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     return torch.cat(pieces).unsqueeze(0), None
 
 
-def _limits(mask: Window | Tensor | None, lengths: Sequence[int]) -> tuple[Sequence[int], int | None]:
+def _limits(
+    mask: Window | Tensor | None, lengths: Sequence[int], tree: PrefixTree | None
+) -> tuple[Sequence[int], int | None]:
     """Lengths of the sequences, or of the chunks to which attention is limited, and its window within them."""
     if isinstance(mask, Tensor):
         raise ValueError("packed attention takes segment_lengths, not a mask")
     if mask is None:
         return lengths, None
     if mask.chunked:
+        if tree is not None:
+            raise ValueError("attention within chunks does not share prefixes")
         return list(_chunks(lengths, mask.tokens)), None
     return lengths, mask.tokens
 
@@ -208,30 +226,64 @@ class _Kernel:
     def soft_capped(
         self, query_NHLD: Tensor, key_NHLD: Tensor, value_NHLV: Tensor, window: int | None, softcap: float
     ) -> Tensor:
-        """Attention with soft-capped scores, which no kernel of torch has: block by block, recomputed backward."""
+        """Attention with soft-capped scores, which no kernel of torch has."""
         _, heads, length, _ = query_NHLD.shape
         keys = length if window is None else min(length, 2 * window)
         rows = min(window or length, max(1, SCORES_AT_ONCE // (heads * keys)))
         at_once = max(1, SCORES_AT_ONCE // (heads * keys * rows))
-        parts = []
-        for query, key, value in zip(
-            *(states.split(at_once) for states in (query_NHLD, key_NHLD, value_NHLV)), strict=True
-        ):
-            blocks = []
-            for start in range(0, length, rows):
-                end = min(start + rows, length)
-                first = 0 if window is None else max(0, start + 1 - window)
-                out_NHQV = checkpoint(
-                    partial(self._block, offset=start - first, window=window, softcap=softcap),
-                    query[:, :, start:end],
-                    key[:, :, first:end],
-                    value[:, :, first:end],
-                    use_reentrant=False,
-                    preserve_rng_state=self.dropout > 0,
-                )
-                blocks.append(out_NHQV)
-            parts.append(torch.cat(blocks, dim=2))
-        return torch.cat(parts)
+        states = (states.split(at_once) for states in (query_NHLD, key_NHLD, value_NHLV))
+        return torch.cat(
+            [
+                self._by_blocks(query, key, value, rows, window, softcap)
+                for query, key, value in zip(*states, strict=True)
+            ]
+        )
+
+    def by_paths(
+        self,
+        query_1HTD: Tensor,
+        key_1HTD: Tensor,
+        value_1HTV: Tensor,
+        tree: PrefixTree,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of the tokens of each node to the keys on the path to it, [1, T, H, V]."""
+        nodes = [slice(start, start + length) for start, length in zip(tree.starts, tree.lengths, strict=True)]
+        pieces = []
+        for node, own in enumerate(nodes):
+            path = [nodes[each] for each in tree.path(node)]
+            key, value = (torch.cat([states[:, :, part] for part in path], dim=2) for states in (key_1HTD, value_1HTV))
+            keys = key.shape[2] if window is None else min(key.shape[2], 2 * window)
+            rows = min(window or tree.lengths[node], max(1, SCORES_AT_ONCE // (query_1HTD.shape[1] * keys)))
+            pieces.append(self._by_blocks(query_1HTD[:, :, own], key, value, rows, window, softcap))
+        return torch.cat(pieces, dim=2).transpose(1, 2)
+
+    def _by_blocks(
+        self,
+        query_NHQD: Tensor,
+        key_NHKD: Tensor,
+        value_NHKV: Tensor,
+        rows: int,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of the queries of the last tokens, for blocks of `rows`; scores are recomputed backward."""
+        length, before = query_NHQD.shape[2], key_NHKD.shape[2] - query_NHQD.shape[2]
+        blocks = []
+        for start in range(0, length, rows):
+            end = min(start + rows, length)
+            first = 0 if window is None else max(0, before + start + 1 - window)
+            out_NHQV = checkpoint(
+                partial(self._block, offset=before + start - first, window=window, softcap=softcap),
+                query_NHQD[:, :, start:end],
+                key_NHKD[:, :, first : before + end],
+                value_NHKV[:, :, first : before + end],
+                use_reentrant=False,
+                preserve_rng_state=self.dropout > 0,
+            )
+            blocks.append(out_NHQV)
+        return torch.cat(blocks, dim=2)
 
     def _block(
         self,
@@ -241,13 +293,14 @@ class _Kernel:
         *,
         offset: int,
         window: int | None,
-        softcap: float,
+        softcap: float | None,
     ) -> Tensor:
         """Attention of queries from all scores. Query i may see the keys up to i + `offset`, `window` of them."""
         exact = torch.promote_types(query_NHQD.dtype, torch.float32)
         key_NHKD, value_NHKV = (_repeated(states, query_NHQD.shape[1]) for states in (key_NHKD, value_NHKV))
         scores_NHQK = (query_NHQD @ key_NHKD.transpose(2, 3)).to(exact) * self.scaling
-        scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
+        if softcap is not None:
+            scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
         visible_QK = torch.ones(scores_NHQK.shape[2:], dtype=torch.bool, device=query_NHQD.device).tril(offset)
         if window is not None:
             visible_QK = visible_QK.triu(offset + 1 - window)

@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.data.packing import moved
+from slipstream.learner.data.prefix_tree import ROOT, PrefixTree
 
 Backend = Literal["varlen", "flex", "segments"]
 BACKENDS: tuple[Backend, ...] = ("varlen", "flex", "segments")
@@ -69,6 +70,8 @@ class Call:
     softcap: bool = False
     sinks: bool = False
     dropout: bool = False
+    tree: bool = False
+    """Sequences share prefixes."""
 
 
 class Choice(NamedTuple):
@@ -112,6 +115,7 @@ def _lack(backend: Backend, call: Call, machine: Machine) -> str | None:
     if backend == "flex":
         needs["triton is not installed"] = machine.triton
     else:
+        needs["it has no trees of shared prefixes"] = not call.tree
         needs["it has no soft cap of scores"] = not call.softcap
         needs["it has no attention sinks"] = not call.sinks
         needs[f"the head size {call.head_size} is no multiple of {_ALIGNMENT}"] = call.head_size % _ALIGNMENT == 0
@@ -170,22 +174,23 @@ def flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: Sequence[int],
+    tree: PrefixTree,
     *,
     window: int | None,
     scaling: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence by torch's compiled flex attention; on a CPU without gradient.
+    """Causal attention within trees by torch's compiled flex attention; on a CPU without gradient.
 
-    Arguments and result: as `varlen`, and
+    Arguments and result: as `varlen`, but
 
+        tree: the trees; sequences that share nothing are roots without children.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks_H: the score of one more key of each head, with a value of 0.
     """
     tokens = query.shape[2]
-    mask = block_mask(tuple(lengths), window, query.device)
+    mask = block_mask(tree, window, query.device)
     padded = (F.pad(states, (0, 0, 0, mask.seq_lengths[0] - tokens)) for states in (query, key, value))
     cap = None if softcap is None else _capped(softcap, query.device)
     out, logsumexp = _compiled_flex()(*padded, mask, scaling, cap, sinks_H is not None)
@@ -238,44 +243,50 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=4)
-def block_mask(lengths: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    """Flex attention's mask of packed sequences, from their lengths alone: no pair of tokens is looked at.
+def block_mask(tree: PrefixTree, window: int | None, device: torch.device) -> BlockMask:
+    """Flex attention's mask of packed trees, from their nodes alone: no pair of tokens is looked at.
 
-    The tokens are padded to whole blocks; the padding is one more sequence. All layers of a micro-batch share it.
+    The tokens are padded to whole blocks; the padding is one more tree. All layers of a micro-batch share it.
     """
-    first_T = _first_visible(lengths, window)
-    blocks = len(first_T) // BLOCK
-    index_G = np.arange(blocks)
-    # `first_T` never falls: a block's first query sees the furthest back, and its last one the least far.
-    seen_G = first_T[index_G * BLOCK] // BLOCK
-    whole_G = -(-first_T[index_G * BLOCK + BLOCK - 1] // BLOCK)
-    key_1G, query_G1 = index_G[None, :], index_G[:, None]
-    whole_GG = (key_1G >= whole_G[:, None]) & (key_1G < query_G1)
-    part_GG = (key_1G >= seen_G[:, None]) & (key_1G <= query_G1) & ~whole_GG
-    tables = (*_block_table(part_GG), *_block_table(whole_GG))
-    visible_from_T, part_counts, parts, whole_counts, wholes = (
-        moved(torch.from_numpy(each), device) for each in (first_T, *tables)
+    tokens = sum(tree.lengths)
+    padded = tree.padded(max(_FEWEST_BLOCKS * BLOCK - tokens, -tokens % BLOCK))
+    # In preorder a node's descendants follow it: a token is seen by all that follow, up to the last descendant.
+    seen_until_T = np.repeat(padded.ends, padded.lengths)
+    position_T = _positions(padded)
+    until_GB, position_GB = (each.reshape(-1, BLOCK) for each in (seen_until_T, position_T))
+    blocks = len(until_GB)
+    key_1G, query_G1 = np.arange(blocks)[None, :], np.arange(blocks)[:, None]
+    # By the first query of a block and by its last one; between them a key is not seen again.
+    seen_GG = (key_1G <= query_G1) & (until_GB.max(1) > query_G1 * BLOCK)
+    whole_GG = (key_1G < query_G1) & (until_GB.min(1) >= (query_G1 + 1) * BLOCK)
+    if window is not None:
+        seen_GG &= position_GB.min(1)[:, None] - position_GB.max(1) < window
+        whole_GG &= position_GB.max(1)[:, None] - position_GB.min(1) < window
+    tables = (*_block_table(seen_GG & ~whole_GG), *_block_table(whole_GG))
+    until_T, at_T, part_counts, parts, whole_counts, wholes = (
+        moved(torch.from_numpy(each), device) for each in (seen_until_T, position_T, *tables)
     )
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= visible_from_T[query])
+        seen: Tensor = (key <= query) & (query < until_T[key])
+        return seen if window is None else seen & (at_T[query] - at_T[key] < window)
 
-    size = (len(first_T), len(first_T))
+    size = (len(seen_until_T), len(seen_until_T))
     mask: BlockMask = BlockMask.from_kv_blocks(
         part_counts, parts, whole_counts, wholes, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
     )
     return mask
 
 
-def _first_visible(lengths: Sequence[int], window: int | None) -> NDArray[np.int64]:
-    """The first token that each one may see, for tokens padded to whole blocks."""
-    tokens = sum(lengths)
-    padded = [*lengths, max(_FEWEST_BLOCKS * BLOCK - tokens, -tokens % BLOCK)]
-    starts_T: NDArray[np.int64] = np.repeat(np.cumsum(padded) - padded, padded)
-    if window is None:
-        return starts_T
-    first_T: NDArray[np.int64] = np.maximum(starts_T, np.arange(len(starts_T)) - window + 1)
-    return first_T
+def _positions(tree: PrefixTree) -> NDArray[np.int64]:
+    """Positions whose differences are those within sequences; a root's are packed ones, so that no trees overlap."""
+    firsts: list[int] = []
+    for start, parent in zip(tree.starts, tree.parents, strict=True):
+        firsts.append(start if parent == ROOT else firsts[parent] + tree.lengths[parent])
+    positions: NDArray[np.int64] = np.concatenate(
+        [np.arange(first, first + length) for first, length in zip(firsts, tree.lengths, strict=True)]
+    )
+    return positions
 
 
 def _block_table(chosen_GG: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

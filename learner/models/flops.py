@@ -18,7 +18,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from slipstream.learner.models.footprint import EXPERT_DIMENSIONS
 from slipstream.learner.models.layers import decoder_of
@@ -77,12 +76,8 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, model: Any) -> Self:
-        """Operations of a causal language model of transformers, with adapters where it has any."""
-        return cls.of_parts(model, decoder_of(model).layers, model.get_output_embeddings().weight)
-
-    @classmethod
-    def of_parts(cls, model: Any, layers: nn.Module, head: Tensor) -> Self:
-        """The same of a model with another head, such as a critic's. `model` has the transformers config."""
+        """Operations of a causal language model of transformers, with adapters where it has any, or of a critic."""
+        layers, head = decoder_of(model).layers, model.get_output_embeddings().weight
         text = model.config.get_text_config(decoder=True)
         experts = expert_count(text)
         share = experts_per_token(text) / experts if experts else 0.0
@@ -99,10 +94,18 @@ class ModelFlops:
             windows=_windows(text),
         )
 
-    def __call__(self, lengths: Sequence[int], *, actions: int) -> float:
-        """Operations for sequences of these numbers of input tokens with so many actions together."""
+    def __call__(self, lengths: Sequence[int], *, actions: int, before: Sequence[int] | None = None) -> float:
+        """Operations for sequences of these numbers of input tokens with so many actions together.
+
+        Args:
+            before: tokens before each sequence to which it attends, but which are counted elsewhere; None: none.
+        """
         sizes = np.array(lengths, dtype=np.float64)
-        pairs = sum(layers * _pairs(sizes, window) for window, layers in self.windows.items())
+        starts = np.zeros_like(sizes) if before is None else np.array(before, dtype=np.float64)
+        pairs = sum(
+            layers * (_pairs(starts + sizes, window) - _pairs(starts, window))
+            for window, layers in self.windows.items()
+        )
         products = (3 * self.trained_weights + 2 * self.frozen_weights) * float(sizes.sum())
         head = (3 if self.head_is_trained else 2) * self.head_weights * actions
         return 2 * (products + head) + 3 * self.pair_operations * pairs

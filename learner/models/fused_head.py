@@ -93,6 +93,8 @@ class ActionScores(NamedTuple):
     """Entropy of the distribution that each action was drawn from; None if not requested."""
     collision_A: Tensor | None
     """Sum of that distribution's squared probabilities, without gradient; None if not requested."""
+    further_RA: Tensor | None = None
+    """Further values, by a caller's own readout of the hidden states."""
 
 
 def score_states(

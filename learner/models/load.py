@@ -16,6 +16,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import FLASH_IN_FLOAT32, LoraConfig, ModelConfig
 from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
 from slipstream.learner.models.layers import (
@@ -26,12 +27,13 @@ from slipstream.learner.models.layers import (
 )
 from slipstream.learner.models.lora import add_adapters, init_adapters, target_names
 from slipstream.learner.models.moe import prepare_experts, routers
-from slipstream.learner.models.packing_check import as_config_error, check_packing
+from slipstream.learner.models.packing_check import TOLERANCE, as_config_error, check_packing, prefix_error
+from slipstream.learner.models.prefix_sharing import WITHOUT_TREES, least_tokens, share_prefixes_of
 from slipstream.learner.models.recurrent import separate_sequences
 from slipstream.learner.models.scoring import check_head, score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
-from slipstream.learner.parallel.context import context_of, split_batches
+from slipstream.learner.parallel.context import ContextParallel, context_of, split_batches
 from slipstream.learner.parallel.fsdp import allocate, broadcast_weights, reshard, shard
 from slipstream.learner.parallel.mesh import World, refuse
 from slipstream.learner.parallel.plans import parallelise
@@ -139,8 +141,31 @@ def load_and_check(
     world.on_all_ranks(load)
     if world.sizes.cp > 1:
         split_batches(trained, world.mesh["cp"])
-    check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context_of(trained))
+    context = context_of(trained)
+    check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context)
+    if options.attention not in WITHOUT_TREES:
+        rule = PrefixSharing(least_tokens(loader.model, world.device))
+        share_prefixes_of(trained, rule if _may_share(decoder, run, options, world, context) else None)
     reshard(trained)
+
+
+def _may_share(
+    decoder: Any,
+    run: Callable[[MicroBatch], object],
+    options: ModelOptions,
+    world: World,
+    context: ContextParallel | None,
+) -> bool:
+    """True if the model computes the same where sequences share prefixes; a collective, the same on all ranks."""
+    try:
+        error = prefix_error(decoder, run, device=world.device, context=context)
+        reason = None if error <= TOLERANCE[options.dtype] else f"hidden states are off by {error:.1%}"
+    except ConfigError as problem:
+        reason = str(problem)
+    reasons = [found for found in world.gather(reason) if found is not None]
+    if reasons and world.is_root:
+        log.info("sequences do not share prefixes", model=type(decoder).__name__, reason=reasons[0])
+    return not reasons
 
 
 def check_model(path: Path, options: ModelOptions) -> None:

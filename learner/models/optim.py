@@ -46,8 +46,8 @@ class SkippedUpdates:
             if skipped >= MOST_STEPS_SKIPPED * self.updates_per_step:
                 raise DivergedError(
                     f"the last {skipped} updates were skipped, because {metric} is not finite: lower "
-                    "learner.optimizer.lr (of a critic, its own) and start again; if it recurs, also move the latest "
-                    f"checkpoint in {self.checkpoints} away, and start with --undo-steps: the run "
+                    "learner.optimizer.lr (of another model, its own) and start again; if it recurs, also move the "
+                    f"latest checkpoint in {self.checkpoints} away, and start with --undo-steps: the run "
                     "goes on from the one before"
                 )
 

@@ -1,4 +1,6 @@
-"""Check that packed sequences do not influence each other, as layers with a state or attention without its window do.
+"""Checks that packed sequences do not influence each other, and that they may share prefixes.
+
+Layers with a state carry it from one sequence to the next; attention may reach beyond its window.
 
 # N packed input tokens, D hidden size
 """
@@ -10,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
+from slipstream.learner.data.prefix_tree import PrefixSharing, build_tree
 from slipstream.learner.models.moe import recorded_experts, replayed_experts
 from slipstream.learner.parallel.context import ContextParallel
 
@@ -77,6 +81,48 @@ def check_packing(
             "what they are alone, as when a layer carries its state over to the next sequence or attention reaches "
             "beyond its window; choose another model"
         )
+
+
+@torch.no_grad()
+def prefix_error(
+    decoder: Any,
+    run: Callable[[MicroBatch], object],
+    *,
+    device: torch.device,
+    context: ContextParallel | None = None,
+) -> float:
+    """Mean relative error of hidden states where sequences share prefixes, over those without; a collective.
+
+    Arguments, and attention windows: as of `check_packing`.
+
+    Raises: ConfigError when the model fails.
+    """
+    sequences = [all_actions(tokens) for tokens in _branching(decoder.config.vocab_size)]
+    budget = sum(len(sequence.token_ids) for sequence in sequences)
+    (alone,), (shared,) = (pack(sequences, token_budget=budget, sharing=each) for each in (None, PrefixSharing(1)))
+    placed_N = np.concatenate(build_tree([sequence.token_ids[:-1] for sequence in sequences]).positions)
+    first_N = torch.from_numpy(np.unique(placed_N, return_index=True)[1]).to(device)
+    layer = _first_layer_of_last_kind(decoder)
+    with as_config_error(type(decoder).__name__), _narrow_windows(decoder):
+        with recorded_experts(decoder) as experts:
+            alone_ND = _hidden_states(layer, run, alone.to(device))[first_N]
+        for chosen_1NMK in experts:
+            shared = replace(shared, routed_experts_1NMK=chosen_1NMK[:, first_N])
+        with replayed_experts(decoder):
+            shared_ND = _hidden_states(layer, run, shared.to(device).split(context))
+    return _mean_error(shared_ND, alone_ND, context)
+
+
+def _branching(vocabulary: int) -> list[NDArray[np.int64]]:
+    """Tokens of sequences that branch off from each other on three levels; the longest first, as packing puts them."""
+    trunk = np.random.default_rng(0).integers(vocabulary, size=21)
+    branch = np.concatenate([trunk[:12], (trunk[12:19] + 1) % vocabulary])
+    return [
+        trunk,
+        branch,
+        np.concatenate([branch[:15], (branch[15:18] + 1) % vocabulary]),
+        np.concatenate([trunk[:7], (trunk[7:11] + 1) % vocabulary]),
+    ]
 
 
 def _mean_error(packed_ND: Tensor, alone_ND: Tensor, context: ContextParallel | None) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _BOUNDARIES = {
     "segment_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "padding_tokens",
+    "tree",
 }  # fmt: skip
 _PADDING = 1.25
 """Sequences are padded to a batch while the longest has at most so many times the tokens of each other."""

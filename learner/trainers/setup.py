@@ -111,7 +111,11 @@ class SingleModel:
         Raises: ConfigError, on all ranks, when it can't be trained.
         """
         torch.manual_seed(config.run.seed)
-        model = load_model(path, ModelOptions.of(config.model, config.learner), world)
+        return cls.of(config, load_model(path, ModelOptions.of(config.model, config.learner), world))
+
+    @classmethod
+    def of(cls, config: RunConfig, model: nn.Module) -> Self:
+        """A loaded model and its optimizer."""
         skipped = SkippedUpdates(updates_per_step=1, checkpoints=config.paths.checkpoints)
         return cls(model, build_optimizer(model, config.learner.optimizer), config.learner, skipped)
 

@@ -36,6 +36,11 @@ FailureReason = (
         "request_refused",
         "generation_timeout",
         "superseded",
+        "teacher_unavailable",
+        "agent_error",
+        "agent_timeout",
+        "reward_missing",
+        "session_void",
     ]
     | rewards.FailureReason
 )

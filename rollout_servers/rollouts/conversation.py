@@ -158,6 +158,12 @@ class ChatFormat:
             )
         return self.encoded(text[begin:])
 
+    def continued(self, context: Sequence[int], delta: Delta) -> "Continuation":
+        """A delta behind the answer that ends a context; one that was cut off gets a stop token, which is no action."""
+        if not self.is_stopped(context):
+            return Continuation(delta.token_ids, delta.text)
+        return Continuation(delta.token_ids[1:], delta.text.removeprefix(self.stops[delta.token_ids[0]]))
+
     def encoded(self, text: str) -> Delta:
         """A text that begins with a stop token, which is encoded with it. Raises: PromptError.
 
@@ -323,7 +329,7 @@ class Conversation:
             elif self.history == "template":
                 found = self._by_template(observation)
             else:
-                found = self._after_answer(self.format.delta(observation, tools=self.opening.tools))
+                found = self.format.continued(self.context, self.format.delta(observation, tools=self.opening.tools))
             if not found.is_rewritten:
                 self.expand(found.token_ids, ())  # a text may name a placeholder
         except PromptError as error:
@@ -362,17 +368,10 @@ class Conversation:
         whole = self.format.render([*self._messages, *new], tools=self.opening.tools)
         following = self.format.stops.get(self.context[-1], "") + whole[len(self._text) :]
         if whole.startswith(self._text) and following.startswith(tuple(self.format.stops.values())):
-            return self._after_answer(self.format.encoded(following))
+            return self.format.continued(self.context, self.format.encoded(following))
         images = [image.encoded for image in self.transcripts[0].images]
         prompt = self.expand(tokenizer.encode_observation(whole), images)
         return Continuation(prompt.token_ids, whole, is_rewritten=True, images=prompt.images)
-
-    def _after_answer(self, delta: Delta) -> Continuation:
-        """An answer that was cut off gets the stop token, which is no action."""
-        if not self.format.is_stopped(self.context):
-            return Continuation(delta.token_ids, delta.text)
-        stop = self.format.stops[delta.token_ids[0]]
-        return Continuation(delta.token_ids[1:], delta.text.removeprefix(stop))
 
 
 def _assistant(text: str, content: str, calls: Sequence[ToolCall]) -> Message:

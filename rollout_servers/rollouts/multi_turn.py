@@ -4,14 +4,11 @@ Sessions are user code: they run in an event loop of their own, with deadlines, 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from threading import Thread
 from typing import Any
 
-from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -23,6 +20,7 @@ from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Played, PlayedEpisode
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
+from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
 from slipstream.rollout_servers.tally import UNFINISHED, Tally
 
 log = get_log("rollout.sessions")
@@ -41,8 +39,7 @@ class Sessions:
         """`group_deadline_s` is named in errors."""
         self._env = env
         self._group_deadline_s = group_deadline_s
-        self._loop = asyncio.new_event_loop()
-        Thread(target=self._run, name="sessions", daemon=True).start()
+        self._loop = EnvLoop("sessions", reason="env_error")
 
     @asynccontextmanager
     async def open(self, task: Task, *, until: float) -> AsyncIterator["OpenSession"]:
@@ -64,7 +61,7 @@ class Sessions:
             opening = _checked_opening(await self._call(until, reset))
             yield OpenSession(opening, lambda action: self._call(until, opened[0].step, action))
         finally:
-            closing = asyncio.wrap_future(self._submit(close))
+            closing = asyncio.wrap_future(self._loop.submit(close))
             # Unlike a plain await this does not cancel the close when the episode is cancelled.
             done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
             error = closing.exception() if done else f"not closed within {CLOSE_S:g} s"
@@ -73,23 +70,15 @@ class Sessions:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.close()
 
     async def _call(self, until: float, function: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         try:
             async with asyncio.timeout_at(until):
-                return await asyncio.wrap_future(self._submit(function, *arguments))
+                return await asyncio.wrap_future(self._loop.submit(function, *arguments))
         except TimeoutError:
             detail = f"no observation within rollout.group_deadline_s={self._group_deadline_s:g}"
             raise EpisodeFailed("env_error", detail) from None
-
-    def _submit(self, function: Callable[..., Awaitable[Any]], *arguments: object) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(_guarded(function, arguments), self._loop)
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.run_until_complete(_cancel_all(asyncio.all_tasks(self._loop)))
-        self._loop.close()
 
 
 @dataclass(frozen=True)
@@ -129,23 +118,6 @@ def _is_dialogue(observation: object) -> bool:
         isinstance(observation, Sequence)
         and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in observation)
     )
-
-
-async def _guarded(function: Callable[..., Awaitable[Any]], arguments: Sequence[object]) -> Any:
-    try:
-        return await function(*arguments)
-    # User code may raise anything; a SystemExit or a KeyboardInterrupt would end the thread's loop.
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise EpisodeFailed("env_error", format_error(error)) from error
-
-
-async def _cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass

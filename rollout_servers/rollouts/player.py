@@ -14,7 +14,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
-from slipstream.env.base import Env, Split, Task, has_sessions
+from slipstream.env.base import Env, Split, Task, gives_rewards, has_sessions, runs_agents
 from slipstream.env.builtin.mix import LABEL
 from slipstream.env.images import has_images, separate_images
 from slipstream.models.images import ImageError
@@ -36,7 +36,10 @@ from slipstream.rollout_servers.rollouts.base import (
     first_error,
     image_id,
 )
+from slipstream.rollout_servers.rollouts.gateway.rollout import AgentRollout
+from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.rollouts.teaching import Answered, Teaching
 from slipstream.rollout_servers.tally import BASELINE, Tally
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ class Player:
         env: the tasks.
         tokenizer: of the policy.
         scorer: of the episodes.
+        teaching: adds what teachers give to trajectories that are trained on; None: there are no teachers.
+        gateway: of an env whose episodes agents play; it must serve while they are played.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class Player:
 
         Raises: ConfigError if a reward has the name under which the rewards of sessions are recorded.
         """
-        if has_sessions(env) and ENV_SCORE in scorer.names:
+        if gives_rewards(env) and ENV_SCORE in scorer.names:
             raise ConfigError(f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {env_name!r} give")
         self.env = env
         self.tokenizer = tokenizer
@@ -106,16 +111,29 @@ class Player:
         self._env_name = env_name
         self._ticket_deadline_s = ticket_deadline_s
         self._evaluate_env_rewards = evaluate_env_rewards
+        self.teaching: Teaching | None = None
         self._env_thread = SerialThread()
         policy = AnswerGenerator(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
-        self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
+        self._rollout: Rollout
+        self.gateway: Gateway | None = None
+        if runs_agents(env):
+            self.gateway = Gateway(policy)
+            self._rollout = AgentRollout(env, self.gateway)
+        else:
+            self._rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
     def from_config(
-        cls, config: "RunConfig", env: Env, tokenizer: Tokenizer, engine: Engine, scorer: Scorer
+        cls,
+        config: "RunConfig",
+        env: Env,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        scorer: Scorer,
+        teaching: Teaching | None = None,
     ) -> "Player":
         """The player of a run."""
-        return cls(
+        player = cls(
             env,
             tokenizer,
             engine,
@@ -125,6 +143,8 @@ class Player:
             ticket_deadline_s=config.buffer.ticket_deadline_s,
             evaluate_env_rewards=config.eval.reward is None,
         )
+        player.teaching = teaching
+        return player
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
         """Plays and scores `samples` episodes of one task. Raises: as `generate` and `score` do."""
@@ -189,6 +209,17 @@ class Player:
                 episode=number,
                 turn_rewards=[*result.spans, *env_rewards],
             )
+        if self.teaching is not None and not evaluation:
+            try:
+                trajectories = await self.teaching.add(
+                    trajectories,
+                    [Answered(episode.view, result) for episode, result in scored],
+                    env=self._label(episodes[0].view.info),
+                    until=unscored.until,
+                )
+            except EpisodeFailed as error:
+                failed = EpisodeFailed(error.reason, error.detail, [episode.action_tokens for episode in episodes])
+                raise self._named(failed, unscored.split, unscored.index) from error
         if evaluation and len(episodes) > 1:
             chosen = majority([episode.view.answer for episode in episodes])
             agreed = next(trajectory.reward for trajectory in trajectories if trajectory.episode == chosen)
@@ -219,7 +250,7 @@ class Player:
     def _mixture_score(self, episode: PlayedEpisode, reward: float) -> dict[str, float]:
         """The reward under the label of the task's env, if the env is a mixture."""
         label = self._label(episode.view.info)
-        return {f"mix/{label}": reward} if label else {}
+        return {f"{m.MIXTURE}{label}": reward} if label else {}
 
     def _label(self, info: Mapping[str, Any]) -> str | None:
         """The label of a task's env, if the env is a mixture."""
@@ -248,7 +279,7 @@ class Player:
         penalty = overlong(
             episode.action_tokens,
             truncated=episode.view.ended in m.CUT_OFF,
-            max_tokens=self._config.episode_tokens if has_sessions(self.env) else self._config.sampling.max_tokens,
+            max_tokens=self._config.episode_tokens if gives_rewards(self.env) else self._config.sampling.max_tokens,
             cache_tokens=config.cache_tokens,
             penalty=config.penalty,
         )

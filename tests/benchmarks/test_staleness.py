@@ -143,7 +143,7 @@ def sampler(config: RunConfig, train_step: TrainStep) -> Sampler:
 @torch.no_grad()
 def test_log_mu_equals_the_learners_scores(config: RunConfig, train_step: TrainStep, sampler: Sampler) -> None:
     assigned = [[(group, 1.0) for group in sampler.groups(0)]]
-    data = build_step(assigned, learner=config.learner, rewards=config.rewards, step=0, consuming_version=0)
+    data = build_step(assigned, algorithms=config.algorithms, rewards=config.rewards, step=0, consuming_version=0)
     ((batch,),) = data.updates
     scores = score_actions(train_step.model, batch, temperature=0.7)
     own_BT = torch.zeros_like(data.rows.mask_BT)

@@ -88,7 +88,7 @@ async def test_answer_ends_with_its_first_stop_token(subject: Subject, most: int
 
 async def test_tally_follows_answers_in_flight(subject: Subject) -> None:
     tally = Tally()
-    asking = await subject.begin(samples=3, max_tokens=LONGEST, tally=tally)
+    asking = await subject.begin(samples=3, max_tokens=300, tally=tally)
     begun = tally.sampled
     assert 0 < begun < sum(len(answer.token_ids) for answer in await asking)
 
@@ -238,16 +238,16 @@ async def test_invalid_prompt_is_refused_alone(subject: Subject, prompt: list[in
 async def test_updates_split_running_answers_and_abort_none(subject: Subject) -> None:
     first, exact = subject.engine.version, subject.kind.exact
     preemptions = (await subject.engine.pressure()).preemptions
-    asking = await subject.begin(samples=3, max_tokens=1000)
+    asking = await subject.begin(samples=3, max_tokens=600)
     for version in (first + 1, first + 2, first + 3):
         assert 0 < await subject.trainer.update() < 60
         assert await subject.serves(version)
     for answer in await asking:
-        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 1000)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 600)
         assert [span.version for span in answer.spans] == [first, first + 1, first + 2, first + 3]
         ends = [span.end for span in answer.spans]
         assert [span.start for span in answer.spans] == [0, *ends[:-1]]
-        assert 25 <= ends[0] < ends[-1] == 1000
+        assert 25 <= ends[0] < ends[-1] == 600
         assert subject.faithful(answer)
         for span in answer.spans:
             assert subject.distance_to(span.version + 1, answer, span.start, span.end) > 100 * exact

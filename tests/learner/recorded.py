@@ -1,21 +1,24 @@
 """Random groups, stored as frames, and training steps on them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode_group, encode
+from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, decode_group, encode
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.prepare import StepPreparer
 from slipstream.learner.data.balance import SequenceCost, balance_groups
-from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
+from slipstream.learner.data.buffer_feed import StepData, build_step, group_works, partition_groups
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -55,16 +58,29 @@ def vivid(folder: Path) -> None:
 
 
 def trajectory(
-    rng: np.random.Generator, *, tokens: int, versions: Sequence[int] = (0,), episode: int = 0
+    rng: np.random.Generator,
+    *,
+    tokens: int,
+    versions: Sequence[int] = (0,),
+    episode: int = 0,
+    begins: NDArray[np.int64] | None = None,
 ) -> m.Trajectory:
-    """A random trajectory: a prompt of a third of the tokens, then an answer whose parts are of `versions`."""
+    """A random trajectory: a prompt of a third of the tokens, then an answer whose parts are of `versions`.
+
+    Args:
+        begins: tokens whose first ones are the prompt, and with odd episodes also two of the answer.
+    """
     prompt = max(1, tokens // 3)
+    token_ids = rng.integers(0, VOCABULARY, tokens)
+    if begins is not None:
+        common = min(tokens, prompt + 2 * (episode % 2), len(begins))
+        token_ids[:common] = begins[:common]
     mask = (np.arange(tokens) >= prompt).astype(m.MASK_DTYPE)
     cuts = np.linspace(prompt, tokens, len(versions) + 1).astype(int).tolist()
     logprobs = (rng.normal(-3.0, 0.5, tokens) * mask).astype(m.LOGPROB_DTYPE)
     reward = float(rng.integers(0, 4)) / 3
     return m.Trajectory(
-        token_ids=rng.integers(0, VOCABULARY, tokens).astype(m.TOKEN_DTYPE).tobytes(),
+        token_ids=token_ids.astype(m.TOKEN_DTYPE).tobytes(),
         action_mask=mask.tobytes(),
         behaviour_logprobs=logprobs.tobytes(),
         spans=[
@@ -85,21 +101,68 @@ def step_groups(step: int, config: RunConfig) -> list[m.Group]:
     for number in range(config.learner.groups_per_step):
         rng = np.random.default_rng([step, number])
         longest = 30 if number % 2 == 0 else 12
+        begins = np.random.default_rng([1, step, number]).integers(0, VOCABULARY, longest)
         trajectories = [
-            trajectory(rng, tokens=int(rng.integers(4, longest)), versions=(max(0, step - 1), step), episode=episode)
+            trajectory(
+                rng, tokens=int(rng.integers(4, longest)), versions=(max(0, step - 1), step), episode=episode,
+                begins=begins,
+            )
             for episode in range(config.rollout.group_size)
-        ]
+        ]  # fmt: skip
         groups.append(
             m.Group(id=f"{step}-{number}", kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories)
         )
     return groups
 
 
-def record(folder: Path, steps: int, config: RunConfig) -> None:
+def in_turns(group: m.Group, *, seed: int) -> m.Group:
+    """The group with observations in its answers, where these are long enough: each has up to three turns."""
+    rng, trajectories = np.random.default_rng(seed), []
+    for each in group.trajectories:
+        mask = action_mask(each).copy()
+        first = int(mask.argmax())
+        if len(mask) - first >= 6:
+            shown = np.sort(rng.choice(np.arange(first + 1, len(mask) - 1), 2, replace=False))
+            mask[shown] = 0
+        logprobs = behaviour_logprobs(each) * mask
+        spans = [
+            m.VersionSpan(version=span.version, start=at, end=at + 1)
+            for span in each.spans
+            for at in range(span.start, span.end)
+            if mask[at]
+        ]
+        trajectories.append(
+            replace(each, action_mask=mask.tobytes(), behaviour_logprobs=logprobs.tobytes(), spans=spans)
+        )
+    return replace(group, trajectories=trajectories)
+
+
+def mixed_config(config: RunConfig, algorithms: Mapping[str, Any]) -> RunConfig:
+    """The run on a mixture of the envs `one` and `two`, with their algorithms."""
+    envs = [{"name": "digits", "label": label, "algorithm": algorithms.get(label)} for label in ("one", "two")]
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return RunConfig.model_validate(tree | {"env": {"name": "mix", "options": {"envs": envs}}})
+
+
+def mixed_groups(step: int, config: RunConfig) -> list[m.Group]:
+    """The groups of a step with several turns; two of them, both rank 0's of two ranks, are of the env `two`."""
+    groups = []
+    for number, group in enumerate(step_groups(step, config)):
+        label = "two" if number in (2, 4) else "one"
+        trajectories = [
+            replace(each, scores={**each.scores, f"{m.MIXTURE}{label}": each.reward}) for each in group.trajectories
+        ]
+        groups.append(in_turns(replace(group, trajectories=trajectories), seed=number))
+    return groups
+
+
+def record(
+    folder: Path, steps: int, config: RunConfig, groups_of: Callable[[int, RunConfig], list[m.Group]] = step_groups
+) -> None:
     """Writes the frames of some steps' groups."""
     folder.mkdir()
     for step in range(steps):
-        for number, group in enumerate(step_groups(step, config)):
+        for number, group in enumerate(groups_of(step, config)):
             (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
 
 
@@ -111,6 +174,7 @@ def recorded_step(
     rank: int,
     world_size: int,
     cost: SequenceCost | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> StepData:
     """A rank's part of a recorded step: an equal number of groups, or by cost."""
     learner = config.learner
@@ -118,11 +182,9 @@ def recorded_step(
     groups = [decode_group((folder / f"{step}-{number}.msgpack").read_bytes()) for number in range(count)]
     assigned, plans = partition_groups(count, updates=updates, rank=rank, world_size=world_size), None
     if cost is not None:
-        lengths = [[len(each.action_mask) - 1 for each in group.trajectories] for group in groups]
+        works = [group_works(group, sharing, token_budget=learner.token_budget) for group in groups]
         shares = [
-            balance_groups(
-                lengths[start : start + count // updates], world_size, budget=learner.token_budget, cost=cost
-            )
+            balance_groups(works[start : start + count // updates], world_size, budget=learner.token_budget, cost=cost)
             for start in range(0, count, count // updates)
         ]
         assigned = [
@@ -132,11 +194,12 @@ def recorded_step(
         plans = [plan for _, plan in shares]
     return build_step(
         [[(groups[number], 1.0) for number in share] for share in assigned],
-        learner=learner,
+        algorithms=config.algorithms,
         rewards=config.rewards,
         step=step,
         consuming_version=step,
         plans=plans,
+        sharing=sharing,
     )
 
 
@@ -154,7 +217,11 @@ def build_train_step(config: RunConfig, world: World) -> TrainStep:
 def preparer_of(train_step: TrainStep, advantage: Callable[[AdvantageInputs], Tensor] | None = None) -> StepPreparer:
     """The preparation of a step, with another advantage where one is given."""
     prepare = train_step._prepare
-    return prepare if advantage is None else replace(prepare, advantage=advantage)
+    if advantage is None:
+        return prepare
+    return dataclasses.replace(
+        prepare, algorithms=[dataclasses.replace(each, advantage=advantage) for each in prepare.algorithms]
+    )
 
 
 def prober_of(train_step: TrainStep) -> Prober:
@@ -170,10 +237,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def train(
     train_step: TrainStep, folder: Path, steps: Sequence[int], cost: SequenceCost | None = None
 ) -> list[dict[str, float]]:
-    """Trains on recorded steps, shared out by cost where one is given; returns the metrics of each, over all ranks."""
-    figures = []
+    """Trains on recorded steps, shared out by cost where one is given; returns the metrics of each, over all ranks.
+
+    Several ranks compute shared prefixes once, and a single one computes each sequence alone: they must be equal.
+    """
+    figures, world = [], train_step.world
+    sharing = PrefixSharing(1) if world.size > 1 and train_step.sharing is not None else None
     for step in steps:
-        world = train_step.world
-        data = recorded_step(folder, step, train_step, rank=world.data_rank, world_size=world.data_size, cost=cost)
+        data = recorded_step(
+            folder, step, train_step, rank=world.data_rank, world_size=world.data_size, cost=cost, sharing=sharing
+        )
         figures.append(train_step.run(data, unpublished_steps=0))
     return figures

@@ -150,6 +150,12 @@ def test_each_missing_model_of_the_learner_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
     config = load_config(DEMO, overrides)
     reference, critic = model_problems(config.model, config.learner)
+    prime = load_config(
+        DEMO,
+        [f"run.dir={tmp_path}", "learner.advantage=prime", "learner.process_reward.path=/models/prime"],
+    )
+    (process_reward,) = model_problems(prime.model, prime.learner)
+    assert process_reward.startswith("learner.process_reward.path=/models/prime ")
     assert reference.startswith("learner.kl.reference=/models/reference ")
     assert critic.startswith("learner.critic.path=/models/critic ")
     assert initial_model(config).is_dir()

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +118,13 @@ class Pipeline:
 def pipeline(tmp_path: Path) -> Pipeline:
     """A run that has not been started."""
     return Pipeline(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A process group of this process alone, with the run's number of threads: others' sums have other roundings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    yield join_world()
+    leave_world()
+    torch.set_num_threads(threads)

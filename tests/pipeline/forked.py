@@ -74,6 +74,16 @@ class Forked:
         self._process.kill()
 
 
+def run_to_end(context: ForkServerContext, module: str, *arguments: object, output: Path) -> None:
+    """A command line's process, which must end with 0; all that it prints goes to `output`."""
+    process = Forked(context, module, [*map(str, arguments)], output)
+    try:
+        code = process.wait(2 * DEADLINE_S)
+    finally:
+        process.kill()
+    assert code == 0, output.read_text()[-4000:]
+
+
 def call_main(module: str, arguments: list[str], output: Path | None = None) -> None:
     """Runs a module as `python -m module arguments` does."""
     if output is not None:

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from multiprocessing import active_children
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from slipstream.buffer.wire.codec import decode_group
+from slipstream.buffer.wire.messages import Group
+from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder, load_config
+from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
+from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import DEMO, Pipeline, Services
 from tests.pipeline.forked import DEADLINE_S, running
 
@@ -37,3 +43,30 @@ def train(forks: ForkServerContext, pipeline: Pipeline, *overrides: str, file: P
         alive = [process.name for process in active_children()]
         assert learner.exitcode is not None, f"not over after {DEADLINE_S:.0f} s; what lives: {alive}"
         return learner.exitcode
+
+
+def trained_groups(run: Path) -> list[list[Group]]:
+    """The groups of each step of a finished run, in the order in which they were leased."""
+    steps: list[list[Group]] = []
+
+    async def read(opened: OpenLedger) -> int:
+        ids = await opened.reader.ids("durable")
+        records = [record for record in await opened.reader.groups(ids) if record is not None]
+        for _, of_step in groupby(records, key=lambda record: record.steps[-1]):
+            steps.append([decode_group(record.blob) for record in of_step if record.blob is not None])
+        return 0
+
+    assert with_ledger(str(run), read) == 0
+    return steps
+
+
+def step_of(groups: list[Group], config: RunConfig, step: int) -> StepData:
+    """A step of one rank on these groups, in a run that publishes each version."""
+    updates = partition_groups(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
+    return build_step(
+        [[(groups[index], 1.0) for index in update] for update in updates],
+        algorithms=config.algorithms,
+        rewards=config.rewards,
+        step=step,
+        consuming_version=step,
+    )

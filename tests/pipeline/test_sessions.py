@@ -7,8 +7,7 @@ import numpy as np
 from slipstream.buffer.wire import codec
 from slipstream.models.digits import EOS, TOKENS
 from tests.pipeline.conftest import Pipeline
-from tests.pipeline.runs import train
-from tests.pipeline.test_synchronous import trained_groups
+from tests.pipeline.runs import train, trained_groups
 from tests.pipeline.two_turns import HINT
 
 EOS_ID = TOKENS.index(EOS)
@@ -27,7 +26,7 @@ OVERRIDES = (
 
 def test_a_run_trains_on_episodes_of_two_turns(forks: ForkServerContext, pipeline: Pipeline) -> None:
     assert train(forks, pipeline, *OVERRIDES) == 0
-    groups = [group for step in trained_groups(str(pipeline.run_folder)) for group in step]
+    groups = [group for step in trained_groups(pipeline.run_folder) for group in step]
     assert len(groups) == 8
     hint, turns = [TOKENS.index(token) for token in HINT], list[float]()
     for group in groups:

@@ -13,7 +13,7 @@ from slipstream.tools.clusters import ray_holder
 from slipstream.tools.clusters.ray_run import RayRun
 from slipstream.tools.clusters.roles import Role, cluster_roles
 from slipstream.tools.launch.preflight import prepare_shared_folder
-from slipstream.tools.launch.progress import make_screen
+from slipstream.tools.launch.screens import make_screen
 from slipstream.tools.summary import report
 
 CONNECT_S: Final = 5.0

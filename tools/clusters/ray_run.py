@@ -21,8 +21,9 @@ from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.ports import FIRST, LAST
 from slipstream.tools.launch.preflight import keys_folder
 from slipstream.tools.launch.processes import QUOTED_LINES, RANKS_GRACE_S, SOUND_S, latest_checkpoint
-from slipstream.tools.launch.progress import Plan, Progress, Screen, apply_metrics
+from slipstream.tools.launch.progress import Plan, Progress, apply_metrics
 from slipstream.tools.launch.restarts import MOST_ALIKE, Failure, learner_may_restart, restart_delay_s
+from slipstream.tools.launch.screens import Screen
 
 PLACE_S: Final = 600.0
 """Time for the cluster to have room for the learner."""

@@ -91,7 +91,7 @@ def cluster_roles(
 
     Raises: ConfigError with all that can't work.
     """
-    if config.learner.trainer.name != "rl":
+    if not config.uses_buffer:
         raise ConfigError(
             f"clusters are given the processes of RL; learner.trainer={config.learner.trainer.name} needs only the "
             "learner: start it with torchrun"

@@ -115,7 +115,8 @@ class MetricsTable:
                 if kind == "step":
                     self.steps.add(record)
                 elif kind == "eval":
-                    self.evaluations.add(record)
+                    # Measurements of a training without policy versions are of the steps done.
+                    self.evaluations.add({VERSION: record.get(STEP), **record})
                 self.last[str(kind)] = record
 
     def series(
@@ -155,8 +156,13 @@ class MetricsTable:
         }
 
     def _step_of_versions(self, versions: Column) -> Column:
-        """The first step after which each version was the latest; 0 for those that no step made."""
+        """The first step after which each version was the latest; 0 for those that no step made.
+
+        In a training without policy versions, they are steps already.
+        """
         steps, columns = self.steps.sorted([VERSION])
+        if VERSION not in columns:
+            return versions
         made = columns.get(VERSION, np.full(len(steps), np.nan))
         step_of = dict(zip(made[::-1].tolist(), steps[::-1].tolist(), strict=True))
         return np.array([step_of.get(version, 0.0) if version else 0.0 for version in versions.tolist()])

@@ -36,6 +36,9 @@ class Ledgers:
 
     async def ask(self, run: Run, call: str, **arguments: Any) -> Any:
         """The answer of the run's worker. Raises: LedgerError."""
+        trainer = await run_sync(lambda: run.trainer)
+        if trainer != "rl":
+            raise LedgerError(f"run {run.id} has no ledger: a training of the kind {trainer} has no buffer")
         # A copy is that of one end of the run: it may be continued.
         ended_at = await run_sync(lambda: None if run.state == "running" else run.updated_at)
         key = run.id, ended_at

@@ -118,7 +118,9 @@ def _of_samples(run: Run, stored: Samples, most: int) -> dict[str, Any]:
 
 
 async def _of_ledger(run: Run, ledgers: Ledgers) -> dict[str, Any]:
-    """Account and groups; where the ledger can't be read, they are not contained."""
+    """Account and groups; where there is no ledger, or it can't be read, they are not contained."""
+    if run.trainer != "rl":
+        return {}
     try:
         return {"/account": await ledgers.account(run), "/groups": await ledgers.ask(run, "groups", limit=GROUPS)}
     except LedgerError as error:

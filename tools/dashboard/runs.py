@@ -17,6 +17,7 @@ from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.metrics.catalog import CATALOG
+from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 from slipstream.tools.dashboard.columns import VERSION, MetricsTable, Table, numbers, thinned
 from slipstream.tools.follow import JsonLinesFollower, LineFollower, Record, parse_line
 from slipstream.tools.launch.ports import unset_ports
@@ -76,6 +77,14 @@ class Run:
         """Seconds since 1970 of the last state of the servers."""
         return _changed_at(self.folder.servers)
 
+    @property
+    def trainer(self) -> str:
+        """The kind of training; `rl` where the configuration can't be read."""
+        config = self.config()
+        learner = config.get("learner") if isinstance(config, dict) else None
+        trainer = learner.get("trainer") if isinstance(learner, dict) else None
+        return str(trainer.get("name", "rl")) if isinstance(trainer, dict) else "rl"
+
     def overview(self) -> Record:
         """The run's line in the list of runs."""
         last = self._last()
@@ -90,8 +99,10 @@ class Run:
             "steps": step.get("steps"),
             "started_at": starts[0].get("started_at") if starts else None,
             "updated_at": self.updated_at,
+            "trainer": self.trainer,
             "reward": step.get("reward"),
             "score": evaluation.get("score"),
+            "loss": step.get("loss"),
         }
 
     def detail(self) -> Record:
@@ -271,7 +282,7 @@ def catalogue() -> list[Record]:
     return [
         {"name": name, "unit": metric.unit, "meaning": metric.meaning, "kind": kind}
         for kind, metrics in CATALOG.items()
-        for metric in metrics
+        for metric in (*metrics, *FILE_CATALOG[kind])
         for name in metric.names
     ]
 

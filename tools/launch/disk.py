@@ -23,8 +23,9 @@ def disk_problems(config: RunConfig) -> list[str]:
     path, checkpoint, folder = config.model.path, config.learner.checkpoint, config.paths
     if path is None or config.model.lora is not None or not path.is_dir():
         return []
-    policy, critic = parameters(path), config.learner.critic
-    trained = policy + (parameters(critic.path or path) if critic is not None else 0)
+    policy, learner = parameters(path), config.learner
+    others = [other.path or path for other in (learner.critic, learner.process_reward) if other is not None]
+    trained = policy + sum(map(parameters, others))
     size = trained * STATE_BYTES[config.learner.optimizer.name]
     # The oldest is removed once the next is complete.
     most = checkpoint.keep + 1 + (checkpoint.upload is not None)  # the one that is uploaded stays until then

@@ -116,6 +116,8 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
 
     Raises: ConfigError with all that can't work.
     """
+    if not config.uses_buffer:
+        return _place_learner(machine, config)
     per_server = config.rollout.engine.gpus if machine.gpus else 0
     rollout_gpus, learner_gpus = _divide_gpus(machine, config, per_server, earlier)
     servers = _count(config.rollout.servers, auto=len(rollout_gpus) // per_server if machine.gpus else 1)
@@ -142,6 +144,21 @@ def place(machine: Machine, config: RunConfig, earlier: Summary | None = None) -
     return Placement(machine, tuple(shares))
 
 
+def _place_learner(machine: Machine, config: RunConfig) -> Placement:
+    """The placement of a learner alone, on all GPUs unless some are named. Raises: ConfigError."""
+    if problems := _absent_gpus(machine, config):
+        raise ConfigError(problems)
+    named = config.gpus.learner
+    gpus = tuple(range(len(machine.gpus))) if named == "auto" else gpu_numbers(named)
+    most = _most_ranks(config.learner, len(gpus)) if machine.gpus else mesh_unit(config.learner)
+    ranks = _count(config.learner.ranks, auto=most)
+    if problems := [*rank_problems(config.learner, ranks), *_gpu_problems(config.learner, ranks, gpus)]:
+        raise ConfigError(problems)
+    threads, cores = _divide_cores(machine, ranks)
+    shares = (Share("learner", rank, threads, next(cores), gpus[rank : rank + 1]) for rank in range(ranks))
+    return Placement(machine, tuple(shares))
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
@@ -149,17 +166,9 @@ def _divide_gpus(
     machine: Machine, config: RunConfig, per_server: int, earlier: Summary | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """GPUs of the rollout servers and of the learner. Raises: ConfigError when they are too few, or absent."""
-    every = range(len(machine.gpus))
-    named = {key: gpu_numbers(text) for key, text in config.gpus if text != "auto"}
-    absent = {key: sorted(set(numbers) - set(every)) for key, numbers in named.items()}
-    problems = [
-        f"gpus.{key}={getattr(config.gpus, key)}: this machine has {_describe(machine)}, without GPU "
-        f"{_ranges(missing)}; name others, or set gpus.{key}=auto"
-        for key, missing in absent.items()
-        if missing
-    ]
-    if problems:
+    if problems := _absent_gpus(machine, config):
         raise ConfigError(problems)
+    every, named = range(len(machine.gpus)), _named_gpus(config)
     if not every:
         return (), ()
     rollout, learner = named.get("rollout"), named.get("learner")
@@ -176,6 +185,21 @@ def _divide_gpus(
                 f"gpus.{key}=auto; name fewer, or those that both may use under gpus.{key} too"
             )
     return rollout, learner
+
+
+def _named_gpus(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    return {key: gpu_numbers(text) for key, text in config.gpus if text != "auto"}
+
+
+def _absent_gpus(machine: Machine, config: RunConfig) -> list[str]:
+    """Named GPUs that the machine does not have."""
+    absent = {key: sorted(set(numbers) - set(range(len(machine.gpus)))) for key, numbers in _named_gpus(config).items()}
+    return [
+        f"gpus.{key}={getattr(config.gpus, key)}: this machine has {_describe(machine)}, without GPU "
+        f"{_ranges(missing)}; name others, or set gpus.{key}=auto"
+        for key, missing in absent.items()
+        if missing
+    ]
 
 
 def _rollout_gpus(machine: Machine, config: RunConfig, per_server: int, earlier: Summary | None) -> int:
@@ -263,12 +287,14 @@ def _most_ranks(learner: LearnerConfig, gpus: int) -> int:
 
 
 def rank_problems(learner: LearnerConfig, ranks: int) -> list[str]:
-    """Ranks that are not the mesh's, or that can't have equally many groups each."""
+    """Ranks that are not the mesh's, or in RL can't have equally many groups each."""
     unit, sizes = mesh_unit(learner), learner.parallel
     if ranks % unit or (sizes.dp_shard is not None and ranks != unit):
         given = ", ".join(f"{axis}={size}" for axis, size in sizes if size not in (None, 1) and axis != "ep")
         number = f"{unit}" if sizes.dp_shard is not None else f"a multiple of {unit}"
         return [f"learner.ranks={ranks}: learner.parallel ({given or 'dp_shard=1'}) needs {number}; correct either"]
+    if not learner.uses_buffer:
+        return []
     different = ranks // (sizes.cp * sizes.tp)
     per_update = learner.groups_per_step // learner.updates_per_step
     if per_update % different:

@@ -71,6 +71,7 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     with suppress(ValidationError):  # written by another release: the buffer checks the identity
         if before:
             begun = RunConfig.model_validate(before)
+            _require_same_trainer(begun, config)
             require_same_identity(config, {**config_identity(begun), "env": begun.env.name})
     old, new = _flat(before), _flat(config.model_dump(mode="json"))
     keys = (old.keys() | new.keys()) - {"run.port_base", *_flat(port_defaults(0))}
@@ -79,6 +80,16 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     description = f"continues the unfinished run in {folder.root}"
     changes = ", ".join(f"{key} ({old.get(key)!r} before, {new.get(key)!r} now)" for key in changed)
     return f"{description}, with another {changes}" if changed else description
+
+
+def _require_same_trainer(begun: RunConfig, config: RunConfig) -> None:
+    """Raises: ConfigError when the run began with another kind of training, whose steps its checkpoints count."""
+    before, now = begun.learner.trainer.name, config.learner.trainer.name
+    if before != now:
+        raise ConfigError(
+            f"learner.trainer={now}: the unfinished run in {config.paths.root} is one of {before}; choose another "
+            "run.name, or add --fresh to move it aside and start over"
+        )
 
 
 def prepare_shared_folder(config: RunConfig) -> str:

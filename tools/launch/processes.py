@@ -107,7 +107,7 @@ class RunProcesses:
             self._start(share)
 
     def start_others(self, *, undo_steps: bool = False) -> None:
-        """Starts the buffer, the rollout servers and the learner."""
+        """Starts the buffer and the rollout servers, if there are to be any, and the learner."""
         for role in ("buffer", "rollout"):
             for share in self.placement.of(role):
                 self._start(share)

@@ -1,15 +1,10 @@
-"""The progress of a run: its state, updated by log and metrics records, and its views for terminals and logs."""
+"""The progress of a run: its state, updated by log and metrics records, and its views as a table or a line."""
 
-import io
-import os
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,7 +13,7 @@ from rich.text import Text
 from slipstream.tools.follow import MISSING, number
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    pass
 
 T = TypeVar("T")
 BALANCED_WITHIN = 0.05
@@ -30,10 +25,6 @@ WARNING_SHOWN_S = 60.0
 """A warning is shown for at least this long, and until the next step."""
 STALLED_S = 10.0
 """Without a step for this long, and for three times the duration of the last one, the run counts as stalled."""
-PLAIN_EVERY_S = 5.0
-PLAIN_EVERY_STEPS = 20
-PLAIN_REPEAT_S = 60.0
-"""An unchanged line is repeated after this long, so that the log shows that the run continues."""
 FINISHING = "last evaluation, checkpoint and export"
 ENDED = ("finished", "failed", "stopped")
 """Stages of a run that goes on no longer."""
@@ -41,6 +32,16 @@ ROLLOUT = "rollout"
 """Beginning of the names of the rollout servers that `slipstream up` started; the run may have others."""
 STAGES = {"joined the buffer": "generating the first groups", "training the first step": "training the first step"}
 """The stage that begins with an event of a process's log, before the first step is done."""
+OF_EVERY_TRAINER = {
+    "kind", "time_s", "step", "steps", "loss", "lr", "grad_norm", "skipped_updates", "tokens", "flops", "wait_s",
+    "train_s", "step_s", "learner_idle_fraction", "tokens_trained_per_s", "mfu", "power_w", "gpus", "tokens_per_gpu_s",
+    "cost_per_million_tokens", "rows", "terms", "epoch", "validation_s", "eval_s",
+}  # fmt: skip
+"""Numbers of a training without a buffer that are shown in places of their own, or not at all; the others are those of
+its kind, such as an accuracy."""
+MOST_OTHERS = 6
+DROPPED = "rows_dropped/"
+"""Prefix of the numbers of rows that are left out."""
 WARNING_LEVELS = ("warning", "error", "critical")
 HIDDEN_FIELDS = ("event", "event_kind", "level", "timestamp", "exception")
 """Fields of a log record that are not shown with a warning."""
@@ -58,6 +59,8 @@ class Plan:
     max_staleness: int
     eval_name: str | None
     """The reward that is evaluated; None: the one that is trained on."""
+    is_rl: bool = True
+    """False for a learner alone, which has a loss on rows instead of rewards, groups and weight updates."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,20 @@ def line(progress: Progress, shown: Progress | None = None) -> str:
     head = f"{progress.elapsed_s:7.1f} s  "
     if not progress.step:
         return head + progress.stage + _in_parentheses(_new(progress.messages, {} if shown is None else shown.messages))
+    of_kind = _rl_parts(progress) if progress.plan.is_rl else _loss_parts(progress)
+    parts = [f"step {progress.steps_done}/{progress.plan.steps}", *of_kind, _activity(progress)]
+    return (
+        head
+        + "  ".join(part for part in parts if part)
+        + _in_parentheses(
+            _warnings(replace(progress, warnings=_new(progress.warnings, {} if shown is None else shown.warnings)))
+        )
+    )
+
+
+def _rl_parts(progress: Progress) -> list[str]:
     step = progress.step
-    parts = [
-        f"step {progress.steps_done}/{progress.plan.steps}",
+    return [
         f"reward {_show(step, 'reward', '.3f')}",
         _evaluated(progress),
         f"staleness {_show(step, 'staleness_mean', '.2f')} (max {_show(step, 'staleness_max', '.0f')})",
@@ -185,15 +199,44 @@ def line(progress: Progress, shown: Progress | None = None) -> str:
         f"generator {_show(step, 'generator_idle_fraction', '.0%')}",
         _gpu_use(step),
         _filtered(step),
-        _activity(progress),
     ]
+
+
+def _loss_parts(progress: Progress) -> list[str]:
+    step = progress.step
+    return [
+        f"loss {_show(step, 'loss', '.4f')}",
+        _validated(progress),
+        _others(step),
+        f"epoch {_show(step, 'epoch', '.2f')}",
+        f"{_show(step, 'step_s', '.3f')} s/step",
+        f"{_show(step, 'tokens_trained_per_s', ',.0f')} tokens/s",
+        _gpu_use(step),
+        _left_out(step),
+    ]
+
+
+def _validated(progress: Progress) -> str:
+    """The last measurement on validation rows; empty without one."""
+    if not progress.evaluation:
+        return ""
+    others = _others(progress.evaluation)
     return (
-        head
-        + "  ".join(part for part in parts if part)
-        + _in_parentheses(
-            _warnings(replace(progress, warnings=_new(progress.warnings, {} if shown is None else shown.warnings)))
-        )
+        f"validation {_show(progress.evaluation, 'loss', '.4f')} (step {_show(progress.evaluation, 'step', '.0f')}"
+        f"{', ' if others else ''}{others})"
     )
+
+
+def _others(record: Mapping[str, Any]) -> str:
+    """The numbers that only this kind of training has."""
+    names = [name for name in record if name not in OF_EVERY_TRAINER and not name.startswith(DROPPED)]
+    return ", ".join(f"{name} {_show(record, name, '.3g')}" for name in names[:MOST_OTHERS])
+
+
+def _left_out(step: Mapping[str, Any]) -> str:
+    """The rows of the step that could not be used; empty if all could."""
+    reasons = {name.removeprefix(DROPPED): step[name] for name in step if name.startswith(DROPPED)}
+    return ", ".join(f"{rows:.0f} rows left out: {reason}" for reason, rows in reasons.items() if rows)
 
 
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
@@ -204,18 +247,46 @@ def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
 
 
 def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
+    rows = _rl_rows(progress) if progress.plan.is_rl else _loss_rows(progress)
+    return [*rows, *((name, Text(message, style="yellow")) for name, message in _warnings(progress).items())]
+
+
+def _bar(progress: Progress, note: str) -> RenderableType:
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(total=progress.plan.steps, completed=progress.steps_done, width=34),
+        f"[bold]{progress.steps_done}[/] of {progress.plan.steps}   {note}",
+    )
+    return bar
+
+
+def _loss_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     step = progress.step
 
     def show(key: str, spec: str) -> str:
         return _show(step, key, spec)
 
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(total=progress.plan.steps, completed=progress.steps_done, width=34),
-        f"[bold]{progress.steps_done}[/] of {progress.plan.steps}   policy version {show('policy_version', '.0f')}",
-    )
+    others, left_out = _others(step), _left_out(step)
     return [
-        ("step", bar),
+        ("step", _bar(progress, f"epoch {show('epoch', '.2f')}")),
+        ("loss", f"[bold]{show('loss', '.4f')}[/]   {_validated(progress)}"),
+        *([("others", Text(others))] if others else []),
+        ("update", f"learning rate {show('lr', '.2e')}   norm of the gradient {show('grad_norm', '.3f')}"),
+        ("rows", f"{show('rows', '.0f')}, {show('tokens', ',.0f')} tokens   [magenta]{left_out}[/]"),
+        ("speed", f"{show('step_s', '.3f')} s per step   {show('tokens_trained_per_s', ',.0f')} tokens/s"),
+        *_gpu_rows(step),
+        ("idle", f"learner {show('learner_idle_fraction', '.0%')}   [magenta]{_activity(progress)}[/]"),
+    ]
+
+
+def _rl_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
+    step = progress.step
+
+    def show(key: str, spec: str) -> str:
+        return _show(step, key, spec)
+
+    return [
+        ("step", _bar(progress, f"policy version {show('policy_version', '.0f')}")),
         ("reward", f"[bold]{show('reward', '.3f')}[/] ± {show('reward_std', '.3f')}   {_evaluated(progress)}"),
         (
             "answers",
@@ -250,7 +321,6 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
             f"sync {_milliseconds(step, 'weight_sync_s')}   "
             f"generation stalled {_milliseconds(step, 'generation_stall_s')}",
         ),
-        *((name, Text(message, style="yellow")) for name, message in _warnings(progress).items()),
     ]
 
 
@@ -331,109 +401,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-# --- screens ----------------------------------------------------------------------------------------------------------
-
-
-class Screen(Protocol):
-    """Shows the progress; a context manager."""
-
-    def show(self, progress: Progress) -> None:
-        """Takes the latest state; may be called at any rate."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class LiveScreen:
-    """A table that is redrawn in place."""
-
-    def __init__(self, console: Console, view: Callable[[Progress], RenderableType] = table) -> None:
-        # No refresh thread: the supervisor must stay single-threaded while it starts children.
-        self._live = Live(console=console, auto_refresh=False)
-        self._view = view
-
-    def show(self, progress: Progress) -> None:
-        """Draws the table."""
-        self._live.update(self._view(progress), refresh=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-
-class PlainScreen:
-    """A line whenever the stage changes, or enough time or steps have passed."""
-
-    def __init__(self) -> None:
-        self._shown: Progress | None = None
-        self._latest: Progress | None = None
-
-    def show(self, progress: Progress) -> None:
-        """Prints a line if one is due."""
-        self._latest = progress
-        if self._due(progress):
-            self._print(progress)
-
-    def _due(self, progress: Progress) -> bool:
-        shown = self._shown
-        if (
-            shown is None
-            or shown.stage != progress.stage
-            or progress.steps_done - shown.steps_done >= PLAIN_EVERY_STEPS
-        ):
-            return True
-        since_shown_s = progress.elapsed_s - shown.elapsed_s
-        changed = line(replace(progress, elapsed_s=shown.elapsed_s)) != line(shown)
-        return since_shown_s >= (PLAIN_EVERY_S if changed else PLAIN_REPEAT_S)
-
-    def _print(self, progress: Progress) -> None:
-        before, self._shown = self._shown, progress
-        print(line(progress, before), flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._latest and self._shown and self._latest.steps_done > self._shown.steps_done:
-            self._print(self._latest)
-
-
-def make_screen(*, plain: bool) -> Screen:
-    """A live table if stdout is a terminal that can draw one and `plain` is False, else lines."""
-    console = Console()
-    return LiveScreen(console) if can_draw(console) and not plain else PlainScreen()
-
-
-def can_draw(console: Console) -> bool:
-    """True if it is a terminal that can draw a live table."""
-    # With FORCE_COLOR, as CI sets it, rich takes a file for a terminal; on a dumb one it shows nothing until the end.
-    return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
-
-
-def unbreakable_stdout() -> io.TextIOWrapper:
-    """A stdout whose writes never fail: a run of days must not end because its reader has (`| head`)."""
-    writer = io.BufferedWriter(_UnbreakableFile(sys.stdout.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(writer, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
-
-
-class _UnbreakableFile(io.FileIO):
-    """A file descriptor that is redirected to the null device at the first failed write."""
-
-    def write(self, data: "ReadableBuffer", /) -> int:
-        """Writes, or reports on stderr why the output ends here."""
-        size = memoryview(data).nbytes
-        try:
-            written = super().write(data)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            with suppress(OSError):  # stderr may be closed too
-                print(f"the progress can no longer be shown ({error.strerror}); the run goes on", file=sys.stderr)
-            return size
-        # None: a stopped terminal accepts nothing at present; the next table shows what it misses.
-        return size if written is None else written

@@ -22,15 +22,8 @@ from slipstream.tools.launch.placement import Placement, divide_memory, place
 from slipstream.tools.launch.ports import choose_port_base, is_confined, needed_ports, port_problems
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder, stored_problems
 from slipstream.tools.launch.processes import RunProcesses, latest_checkpoint, start_ahead
-from slipstream.tools.launch.progress import (
-    Plan,
-    Progress,
-    Screen,
-    apply_log,
-    apply_metrics,
-    make_screen,
-    unbreakable_stdout,
-)
+from slipstream.tools.launch.progress import Plan, Progress, apply_log, apply_metrics
+from slipstream.tools.launch.screens import Screen, make_screen, unbreakable_stdout
 from slipstream.tools.launch.secrets import withheld, withheld_from
 from slipstream.tools.launch.supervise import Supervisor
 from slipstream.tools.summary import extend_summary, read_summary, report
@@ -53,7 +46,7 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError, before anything is started, when the trainer is another than `rl`, a port is busy, cores, GPUs
+    Raises: ConfigError, before anything is started, when a port is busy, cores, GPUs
     or their memory don't suffice, a model, a key or a plug-in is missing, or the folder can't be used, is in use, holds
     a finished run or one that began with incompatible settings.
     """
@@ -66,20 +59,15 @@ def command(argv: Sequence[str]) -> int:
     )
     add_undo_steps(parser)
     arguments, config = read_run_arguments(parser, argv)
-    if config.learner.trainer.name != "rl":
-        raise ConfigError(
-            f"`slipstream up` starts the processes of RL; learner.trainer={config.learner.trainer.name} needs only the "
-            f"learner: `learner {arguments.config}`"
-        )
     folder = config.paths
     require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
     ports = list[str]()
-    if config.run.port_base is None and is_confined(config.buffer, config.weights):
+    if config.uses_buffer and config.run.port_base is None and is_confined(config.buffer, config.weights):
         ports.append(f"run.port_base={choose_port_base(folder)}")
         config = load_config(arguments.config, [*arguments.overrides, *ports])
     problems = [
         *(stored_problems(config) if arguments.fresh else finished_problems(folder, config.model)),
-        *port_problems(needed_ports(config)),
+        *(port_problems(needed_ports(config)) if config.uses_buffer else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -96,7 +84,7 @@ def command(argv: Sequence[str]) -> int:
         remove_leftovers()
         closing.enter_context(hold_run_lock(folder, by=UP))
         closing.enter_context(redirect_stdout(unbreakable_stdout()))
-        if arguments.fresh and config.redis.url is not None:
+        if arguments.fresh and config.uses_buffer and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
@@ -110,7 +98,7 @@ def command(argv: Sequence[str]) -> int:
             screen = make_screen(plain=arguments.plain)
             launch = Launch(config, processes, supervisor, signals, screen, started_at)
             code = launch.run(undo_steps=arguments.undo_steps)
-        if code == 0:
+        if code == 0 and read_summary(folder) is not None:  # trainers of the user's own may write none
             report(folder)
     return code
 
@@ -121,7 +109,8 @@ def _check(config: RunConfig) -> None:
     from slipstream.tools.check import check_apart
 
     if sys.stdout.isatty():  # some seconds, which a log need not account for
-        print("checking model, env, prompts and rewards", flush=True)
+        what = "env, prompts and rewards" if config.uses_buffer else "rows"
+        print(f"checking model and {what}", flush=True)
     with withheld(withheld_from("rollout", config)):
         report = check_apart(config)
     if report.problems:
@@ -133,7 +122,7 @@ def _check(config: RunConfig) -> None:
 def _divide_memory(config: RunConfig, placement: Placement) -> Placement:
     """As `divide_memory`. Raises: ConfigError when learner or engine don't fit into the memory of their GPUs."""
     gpus = placement.gpus("learner") + placement.gpus("rollout")
-    if not gpus:
+    if not gpus or not config.uses_buffer:
         return placement
     from slipstream.tools.fit import fit_apart
 
@@ -170,8 +159,15 @@ class Launch:
         self._signals = signals
         self._screen = screen
         self._started_at = started_at
-        plan = Plan(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
-        self._progress = Progress(plan)
+        self._progress = Progress(
+            Plan(
+                config.run.name,
+                config.learner.steps,
+                config.buffer.max_staleness,
+                config.eval.reward,
+                is_rl=config.uses_buffer,
+            )
+        )
         self._metrics = JsonLinesFollower(self._folder.metrics)
         self._room_at = time.monotonic()
         """Last time at which the disk had room."""
@@ -191,7 +187,8 @@ class Launch:
             extend_summary(self._folder, placement=placement, restarts=restarts)
             self._supervisor.stop_all()
         except Stopped:
-            print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
+            others = ", rollout, buffer, redis" if self._config.uses_buffer else ""
+            print(f"stopping: learner (it saves its step){others} (once more to kill them)", flush=True)
             self._supervisor.stop_all()
             print(f"stopped; the same command (without --fresh) continues the run{self.repeated_steps()}")
             return 128 + self._signals.received[0]
@@ -204,18 +201,20 @@ class Launch:
         return 0
 
     def start(self, *, undo_steps: bool = False) -> None:
-        """Starts all processes, once Redis answers.
+        """Starts all processes, once Redis answers where there is to be one.
 
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
-        url = self._config.redis.url
-        building = "building the model and " if self._config.model.path is None else ""
-        self._enter(building + ("starting Redis" if url is None else f"waiting for Redis at {url}"))
+        url, uses_buffer = self._config.redis.url, self._config.uses_buffer
+        building = ["building the model"] if self._config.model.path is None else []
+        redis = ["starting Redis" if url is None else f"waiting for Redis at {url}"] if uses_buffer else []
+        self._enter(" and ".join([*building, *redis]) or "starting")
         self._processes.start_redis()
         initial_model(self._config)
-        self._wait_for_redis()
+        if uses_buffer:
+            self._wait_for_redis()
         self._processes.start_others(undo_steps=undo_steps)
-        self._enter("starting the engine and the learner")
+        self._enter("starting the engine and the learner" if uses_buffer else "starting the learner")
 
     def watch(self) -> None:
         """Shows the progress until the learner is done. Raises: ChildDied; Stopped."""

@@ -24,7 +24,7 @@ from slipstream.tools.rewind.series import (
 from slipstream.tools.rewind.settings import Difference, differences
 
 STALENESS: Final = ("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue")
-SCHEDULED: Final = frozenset({"lr", "critic_lr"})
+SCHEDULED: Final = frozenset({"lr", "critic_lr", "process_reward_lr"})
 """Metrics without noise."""
 _OF_A_START: Final = frozenset({"started_at", "command", "folder"})
 """Facts in run.json that differ between any two starts."""

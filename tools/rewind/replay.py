@@ -28,7 +28,8 @@ from slipstream.tools.rewind.session import ReplayedStep, Request, Session
 
 SHOWN: Final = (
     "reward", "loss", "grad_norm", "lr", "entropy", "kl_k3", "ess", "clip_fraction", "truncated_fraction",
-    "masked_fraction", "reference_kl", "value_loss", "critic_grad_norm",
+    "masked_fraction", "reference_kl", "value_loss", "critic_grad_norm", "process_reward_loss",
+    "process_reward_grad_norm",
 )  # fmt: skip
 """Metrics that are printed, where a step has them."""
 NOT_COMPARED: Final = {"skipped_updates"}
@@ -45,6 +46,8 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "model.revision": "the recorded steps are of this model",
 }
 """Keys of the sections `learner` and `model` that are refused, with the reason."""
+OTHERS_WITH_EFFECT: Final = ("run.seed", "env.options.envs")
+"""Keys of other sections that are not refused; of the envs of a mixture the algorithms."""
 
 
 def replay(
@@ -110,7 +113,7 @@ def _require_effect(recording: Recording, request: Request) -> None:
     problems = []
     for key in (override.partition("=")[0] for override in request.overrides):
         reason = next((why for name, why in WITHOUT_EFFECT.items() if f"{key}.".startswith(f"{name}.")), None)
-        if reason is None and key.partition(".")[0] not in ("learner", "model") and key != "run.seed":
+        if reason is None and key.partition(".")[0] not in ("learner", "model") and key not in OTHERS_WITH_EFFECT:
             reason = RECORDED
         if reason is not None:
             problems.append(f"{key} has no effect on a replay: {reason}; leave it out")

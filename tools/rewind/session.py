@@ -18,6 +18,7 @@ from slipstream.tools.rewind.recording import Recording
 DEPENDS_ON: Final[Any] = {
     "run": {"seed"},
     "model": True,
+    "env": {"name", "options"},  # algorithms of single envs
     "rewards": True,
     "rollout": {"sampling"},
     "learner": True,

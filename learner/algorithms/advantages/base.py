@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,12 @@ class AdvantageInputs:
     """The critic's value of the state before each action (`gae`)."""
     logprobs_BT: Tensor | None = None
     """log π_prox of the actions; None if it is not computed for the whole step before its first update. It is for
-    `learner.kl.place: reward`, for corrections that normalise, reject or veto, and for `optimal_token_baseline`."""
+    `learner.kl.place: reward`, for corrections that normalise, reject or veto, for `optimal_token_baseline` and
+    `online_dpo`."""
+    reference_logprobs_BT: Tensor | None = None
+    """log π_ref of the actions, with `learner.kl` (`online_dpo`)."""
+    process_rewards_BT: Tensor | None = None
+    """Implicit process reward of each action, with `learner.process_reward` (`prime`)."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (`optimal_token_baseline`)."""
     turn_BT: Tensor | None = None
@@ -60,6 +65,17 @@ class AdvantageInputs:
     """Hash of what the env showed before each action's turn (`gigpo`)."""
     total: Callable[[Tensor], Tensor] = one_rank
     """Sum of a tensor over all ranks, as a new tensor; a collective, which all ranks must call equally often."""
+
+    def of_rows(self, own_B: Tensor) -> Self:
+        """The inputs of some groups alone.
+
+        Args:
+            own_B: true in the rows of these.
+        """
+        groups, index_B = self.groups.index_B[own_B].unique(return_inverse=True)
+        chosen: dict[str, Any] = {name: value[own_B] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        terms = None if self.terms is None else replace(self.terms, values_KB=self.terms.values_KB[:, own_B])
+        return replace(self, groups=Groups(index_B, len(groups)), terms=terms, **chosen)
 
     @property
     def reward_B(self) -> Tensor:

@@ -100,6 +100,24 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     return left_out_B[:, None] * inputs.mask_BT
 
 
+def prime(inputs: AdvantageInputs, *, gamma: float, process_weight: float) -> Tensor:
+    """Leave-one-out advantages of outcome and process rewards, added up, shape [B, T]; 0 in a group of one.
+
+    r_o - mean_j r_o^j + process_weight · Σ_{k ≥ 0} gamma^k · (r_{t+k} - mean_j r̄^j), where j are the group's other
+    episodes, r_o is the reward of an episode, r_t the implicit process reward of an action, and r̄ its mean over the
+    episode's actions.
+
+    Source: Cui et al. 2025 (PRIME), arXiv 2502.01456, section 3; the authors' code whitens the sum.
+    """
+    mask_BT, groups = inputs.mask_BT, inputs.groups
+    process_BT = required(inputs.process_rewards_BT, "process_rewards_BT") * mask_BT
+    size_B = groups.size(mask_BT.dtype)
+    mean_B = process_BT.sum(-1) / mask_BT.sum(-1)
+    others_B = (groups.sum(mean_B) - mean_B) / (size_B - 1).clamp(min=1)
+    centred_BT = (process_BT - others_B[:, None]) * mask_BT * (size_B > 1)[:, None]
+    return rloo(inputs) + process_weight * discounted_sum(centred_BT, gamma) * mask_BT
+
+
 def opo(inputs: AdvantageInputs) -> Tensor:
     """reward - mean of the group weighted by the episodes' numbers of actions, shape [B, T].
 

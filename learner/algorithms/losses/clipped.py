@@ -77,6 +77,20 @@ def kimi(inputs: LossInputs, *, tau: float) -> LossTerms:
     return LossTerms(loss_BT, torch.zeros_like(inputs.mask_BT))
 
 
+def sppo(inputs: LossInputs, *, eta: float) -> LossTerms:
+    """(log π_θ(trajectory)/π_prox(trajectory) - eta·A)², with A the trajectory's mean advantage.
+
+    With A = P̂(y ≻ π_t) - ½ (`win_rate`) and π_prox = π_t that is SPPO's regression. Each action has an equal share, so
+    that the sum over a trajectory's actions is its loss: aggregate by seq-mean-token-sum.
+
+    Source: Wu et al. 2024 (SPPO), arXiv 2405.00675, section 4; the authors' code, loss type `sppo`.
+    """
+    advantage_B1 = (inputs.advantages_BT * inputs.mask_BT).sum(-1, keepdim=True) / inputs.lengths_B1
+    error_B1 = inputs.log_ratio_BT.sum(-1, keepdim=True) - eta * advantage_B1
+    loss_BT = (error_B1.square() / inputs.lengths_B1).expand_as(inputs.mask_BT)
+    return LossTerms(loss_BT, torch.zeros_like(inputs.mask_BT))
+
+
 def reinforce(inputs: LossInputs) -> LossTerms:
     """-A·log π_θ.
 

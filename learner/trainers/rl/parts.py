@@ -17,6 +17,8 @@ from slipstream.configs.schema.rollout import EngineConfig
 from slipstream.configs.schema.weights import Transport, WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.divergence import KlCoefficient
+from slipstream.learner.algorithms.process_reward import load_process_reward
+from slipstream.learner.algorithms.teachers import load_teachers
 from slipstream.learner.data.balance import SequenceCost
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.data.images import ImageReader
@@ -89,9 +91,9 @@ def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
     torch.manual_seed(config.run.seed)
     options = ModelOptions.of(config.model, config.learner)
     model = load_model(path, options, world)
-    live = replace(options, router_replay=False)  # reference and critic are models of their own
+    live = replace(options, router_replay=False)  # reference, critic and process rewards are models of their own
     return TrainStep(
-        learner=config.learner,
+        algorithms=config.algorithms,
         sampling=config.rollout.sampling,
         rewards=config.rewards,
         steps_per_version=config.weights.publish_every_steps,
@@ -102,6 +104,10 @@ def build_train_step(config: RunConfig, path: Path, world: World) -> TrainStep:
         optimizer=build_optimizer(model, config.learner.optimizer),
         reference=_load_reference(config.learner.kl, model, path, live, world),
         critic=load_critic(config.learner.critic, path, live, world),
+        process_reward=load_process_reward(config.learner.process_reward, path, live, world),
+        teachers=load_teachers(
+            config.learner.distill, model, path, live, world, temperature=config.rollout.sampling.temperature
+        ),
         kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
 

@@ -14,7 +14,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.checkpoint import restore_checkpoint, save_checkpoint
 from slipstream.learner.data.balance import SequenceCost
-from slipstream.learner.data.buffer_feed import StepData, balance_step, build_step, partition_groups
+from slipstream.learner.data.buffer_feed import StepData, balance_step, build_step, group_works, partition_groups
 from slipstream.learner.data.images import ImageReader
 from slipstream.learner.models.optim import SkippedUpdates
 from slipstream.learner.parallel.mesh import World
@@ -112,10 +112,10 @@ class Replayer:
 
     def _step_data(self, record: StepRecord, groups: Sequence[Group]) -> StepData:
         learner, world, plans = self.config.learner, self.train_step.world, None
-        updates = learner.updates_per_step
+        updates, sharing = learner.updates_per_step, self.train_step.sharing
         if world.data_size > 1:
-            lengths = [[len(trajectory.action_mask) - 1 for trajectory in group.trajectories] for group in groups]
-            assigned, plans = balance_step(lengths, learner, world, self.cost)
+            works = [group_works(group, sharing, token_budget=learner.token_budget) for group in groups]
+            assigned, plans = balance_step(works, learner, world, self.cost)
         else:
             assigned = partition_groups(len(groups), updates=updates, rank=0, world_size=1)
         # An update without any group, on all ranks, is none: the optimizer would move the weights all the same.
@@ -131,13 +131,14 @@ class Replayer:
                 for indices, used in zip(assigned, done, strict=True)
                 if used
             ],
-            learner=learner,
+            algorithms=self.config.algorithms,
             rewards=self.config.rewards,
             step=record.step - 1,
             consuming_version=record.consuming_version,
             staleness=record.lease.staleness_of,
             images=self.images,
             plans=None if plans is None else [plan for plan, used in zip(plans, done, strict=True) if used],
+            sharing=sharing,
         )
 
 

@@ -116,6 +116,7 @@ class RLTrainer(Trainer[StepData]):
         gpus = world.gather(gpu_id(world.device))
         root = open_root_services(setup, incarnation, gpus) if world.is_root else None
         train_step = build_train_step(config, path, world)
+        feed.sharing = train_step.sharing
         snapshots = snapshot_taker(
             train_step.model,
             config.weights,

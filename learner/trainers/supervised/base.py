@@ -20,7 +20,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import span
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.trainers import DataConfig, FileTrainer
-from slipstream.learner.data.balance import SequenceCost, balance_groups
+from slipstream.learner.data.balance import SequenceCost, Work, balance_groups
 from slipstream.learner.data.examples import Example, Packed, UnusableRow, pack_examples
 from slipstream.learner.data.packing import aligned
 from slipstream.learner.data.row_order import RowOrder, RowRef, Source, open_rows
@@ -95,7 +95,7 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         encode = setup.world.on_all_ranks(lambda: cls.encoder(setup.config, setup.initial_model))
         setup.world.on_all_ranks(lambda: require_usable_rows(setup.config, order.sources, encode))
         reporter = _reporter(setup, setup.world.gather(gpu_id(setup.world.device)))
-        policy = SingleModel.load(setup.config, setup.initial_model, setup.world)
+        policy = cls.load_model(setup)
         return cls(
             config=setup.config,
             initial_model=setup.initial_model,
@@ -114,6 +114,11 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
 
     def __post_init__(self) -> None:
         self.flops = ModelFlops.of_model(self.policy.model)
+
+    @classmethod
+    def load_model(cls, setup: RankSetup) -> SingleModel:
+        """The model with its initial weights; a collective. Raises: ConfigError when it can't be trained."""
+        return SingleModel.load(setup.config, setup.initial_model, setup.world)
 
     @classmethod
     def parts(cls, setup: RankSetup, policy: SingleModel) -> dict[str, Any]:
@@ -199,21 +204,21 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """
         ranks, rank = self.world.data_size, self.world.data_rank
         encoded = {index: self._encode(ref, count=True) for index, ref in list(enumerate(refs))[rank::ranks]}
-        lengths = {
-            str(index): [example.input_tokens for example in made]
+        works = {
+            str(index): [example.work for example in made]
             for index, made in encoded.items()
             if not isinstance(made, UnusableRow)
         }
         dropped = Counter(made.reason for made in encoded.values() if isinstance(made, UnusableRow))
-        found: dict[str, Any] = {"lengths": lengths, "dropped": dict(dropped)}
+        found: dict[str, Any] = {"works": works, "dropped": dict(dropped)}
         gathered = self.world.gather(found)
         # Ranks that share rows have found the same.
         parts = [gathered[number * self.world.size // ranks] for number in range(ranks)]
-        lengths_of = {int(index): found for part in parts for index, found in part["lengths"].items()}
-        places = [(index, number) for index in sorted(lengths_of) for number in range(len(lengths_of[index]))]
+        works_of = {int(index): found for part in parts for index, found in part["works"].items()}
+        places = [(index, number) for index in sorted(works_of) for number in range(len(works_of[index]))]
         budget = self.config.learner.token_budget
         shares, plan = balance_groups(
-            [[lengths_of[index][number]] for index, number in places], ranks, budget=budget, cost=self.cost
+            [[Work(*works_of[index][number])] for index, number in places], ranks, budget=budget, cost=self.cost
         )
         own = list[E]()
         for index, number in (places[place] for place in shares[rank]):
@@ -351,6 +356,7 @@ def open_trainer_rows(options: FileTrainer, seed: int) -> tuple[RowOrder, list[R
         validation=() if validation is None else validation.data,
         held_out=0 if validation is None else validation.rows,
         seed=seed,
+        pairs=options.pairs,
     )
 
 

@@ -14,7 +14,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
-from slipstream.learner.algorithms.registry import build_loss
+from slipstream.learner.algorithms.registry import Algorithm
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.fused_head import ActionScores
 from slipstream.learner.models.scoring import score_actions
@@ -35,8 +35,8 @@ def objective_of(train_step: TrainStep, groups: Path, *, update: int) -> tuple[O
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        learner=train_step.learner, horizon=train_step.sampling.max_tokens, loss=build_loss(train_step.learner.loss),
-        prepared=prepared, update=update, totals=totals_of(mask_BT), kl_coefficient=0.0, generator=torch.Generator(),
+        algorithms=[Algorithm.of(train_step.learner)], horizon=train_step.sampling.max_tokens, prepared=prepared,
+        update=update, totals=totals_of(mask_BT), tokens={}, kl_coefficient=0.0, generator=torch.Generator(),
     )  # fmt: skip
     return objective, batch, score_actions(train_step.model, batch, temperature=0.8)
 
@@ -121,9 +121,12 @@ def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, g
 
     def loss(inputs: LossInputs) -> LossTerms:
         seen.append(inputs)
-        return objective.loss(inputs)
+        return algorithm.loss(inputs)
 
-    replace(objective, loss=loss)(scores._replace(logprobs_A=scores.logprobs_A + 1), batch)
+    (algorithm,) = objective.algorithms
+    replace(objective, algorithms=[replace(algorithm, loss=loss)])(
+        scores._replace(logprobs_A=scores.logprobs_A + 1), batch
+    )
     (inputs,) = seen
     assert torch.equal(inputs.behaviour_logprobs_BT, batch.of_step(objective.prepared.rows.behaviour_logprobs_BT))
     assert torch.equal(inputs.proximal_logprobs_BT, batch.of_step(objective.prepared.proximal_logprobs_BT))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, balance_groups, first_fit, spread
+from slipstream.learner.data.balance import MicroBatchPlan, SequenceCost, Work, balance_groups, first_fit, spread
 from slipstream.learner.data.buffer_feed import partition_groups
 
 COST = SequenceCost(even_at=54_000)
@@ -20,24 +20,23 @@ QWEN3_8B = {
 }  # fmt: skip
 
 
-def groups_of_answers(count: int) -> list[list[int]]:
+def groups_of_answers(count: int) -> list[list[Work]]:
     """Groups of 8 answers with log-normal lengths."""
     lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.0, (count, 8))
-    rows: list[list[int]] = np.clip(lengths, 2, 32_768).astype(int).tolist()
-    return rows
+    return [[Work.of_length(each) for each in row] for row in np.clip(lengths, 2, 32_768).astype(int).tolist()]
 
 
-def imbalance(own: Sequence[Sequence[int]], batches: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
+def imbalance(own: Sequence[Sequence[Work]], batches: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
     """The largest cost of a rank by the mean, and the same of ranks that wait for each other at every micro-batch.
 
     Args:
-        own: lengths of each rank's sequences.
+        own: work of each rank's sequences.
         batches: their indices by micro-batch.
     """
-    totals = [sum(map(COST, lengths)) for lengths in own]
+    totals = [sum(map(COST, works)) for works in own]
     costs = [
-        [sum(COST(lengths[index]) for index in chosen) for chosen in of_rank]
-        for lengths, of_rank in zip(own, batches, strict=True)
+        [sum(COST(works[index]) for index in chosen) for chosen in of_rank]
+        for works, of_rank in zip(own, batches, strict=True)
     ]
     slowest = sum(map(max, zip_longest(*costs, fillvalue=0.0)))
     return max(totals) / fmean(totals), slowest / fmean(totals)
@@ -55,8 +54,9 @@ def test_spread_covers_every_index_once(costs: list[float], bins: int) -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 12))
 def test_level_micro_batches_keep_budget(tokens: list[int], wanted: int) -> None:
-    least = len(first_fit(tokens, budget=60))
-    chosen = MicroBatchPlan(max(wanted, least), COST).fill(tokens, budget=60)
+    works = [Work.of_length(each) for each in tokens]
+    least = len(first_fit(works, budget=60))
+    chosen = MicroBatchPlan(max(wanted, least), COST).fill(works, budget=60)
     assert sorted(index for batch in chosen for index in batch) == list(range(len(tokens)))
     assert least <= len(chosen) <= max(wanted, least)
     for batch in chosen:
@@ -67,13 +67,13 @@ def test_level_micro_batches_keep_budget(tokens: list[int], wanted: int) -> None
 
 @pytest.mark.parametrize(("groups", "ranks"), [(64, 8), (32, 8), (512, 64)])
 def test_ranks_share_log_normal_lengths_by_cost(groups: int, ranks: int) -> None:
-    lengths = groups_of_answers(groups)
+    works = groups_of_answers(groups)
     assigned = [partition_groups(groups, updates=1, rank=rank, world_size=ranks)[0] for rank in range(ranks)]
-    own = [[tokens for index in share for tokens in lengths[index]] for share in assigned]
-    total_before, slowest_before = imbalance(own, [first_fit(tokens, budget=BUDGET) for tokens in own])
-    shares, plan = balance_groups(lengths, ranks, budget=BUDGET, cost=COST)
-    own = [[tokens for index in share for tokens in lengths[index]] for share in shares]
-    batches = [plan.fill(tokens, budget=BUDGET) for tokens in own]
+    own = [[work for index in share for work in works[index]] for share in assigned]
+    total_before, slowest_before = imbalance(own, [first_fit(each, budget=BUDGET) for each in own])
+    shares, plan = balance_groups(works, ranks, budget=BUDGET, cost=COST)
+    own = [[work for index in share for work in works[index]] for share in shares]
+    batches = [plan.fill(each, budget=BUDGET) for each in own]
     total, slowest = imbalance(own, batches)
     assert {len(of_rank) for of_rank in batches} == {plan.micro_batches}
     assert total < 1.05 < total_before

@@ -52,7 +52,7 @@ def group_of(sequences: list[TokenSequence], *spans: m.VersionSpan) -> m.Group:
 def unpacked(batch: MicroBatch) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
     """Row and inputs of each sequence, and position and token of each of its actions."""
     found, start = [], 0
-    actions = list(zip(batch.action_positions_A.tolist(), batch.actions_A.tolist(), strict=True))
+    actions = list(zip(batch.action_positions_S.tolist(), batch.actions_S.tolist(), strict=True))
     for number, length in enumerate(batch.segment_lengths if batch.rows_B.numel() else ()):
         own = [(at - start + 1, token) for at, token in actions if start <= at < start + length]
         assert batch.position_ids_1N[0, start : start + length].tolist() == list(range(length))
@@ -130,10 +130,9 @@ def test_shares_hold_every_token_and_action_once(sequences: list[TokenSequence],
     assert torch.equal(inputs, F.pad(batch.input_ids_1N, (0, padding)))
     positions = torch.cat([share.position_ids_1N for share in shares], dim=1)[0].tolist()
     assert positions == [*batch.position_ids_1N[0].tolist(), *range(padding)]
-    for name in ("actions_A", "sequence_A", "action_index_A"):
-        assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name))
-    at = torch.cat([share.action_positions_A + rank * length for rank, share in enumerate(shares)])
-    assert torch.equal(at, batch.action_positions_A)
+    assert torch.equal(torch.cat([share.actions_S for share in shares]), batch.actions_S)
+    at = torch.cat([share.action_positions_S + rank * length for rank, share in enumerate(shares)])
+    assert torch.equal(at, batch.action_positions_S)
     segments = (*batch.segment_lengths, padding) if padding else batch.segment_lengths
     assert {share.segment_lengths for share in shares} == {segments}
     assert [share.boundaries()["context"] for share in shares] == contexts

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.learner import OptimizerConfig, ProcessRewardConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.signal import SignalWatch
@@ -30,9 +31,10 @@ from tests.learner.trainers.rl.loops import learner_that_continues, third_step
 STEPS = 4
 ALL_OPTIONS: dict[str, Any] = {
     "advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}, "kl": {"coefficient": 0.1},
+    "streams": {"ce": 0.1, "ref_kl": 0.1},
     "loss": {"name": "ppo", "entropy_bonus": 0.01},
     "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
-    "throttle": {"max_kl": 1.0}, "router_replay": True,
+    "throttle": {"max_kl": 1.0}, "router_replay": True, "distill": {"teachers": [{}]},
 }  # fmt: skip
 
 
@@ -96,6 +98,8 @@ def found(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
     base_folder = tmp_path_factory.mktemp("run")
     write_experts(base_folder / "model")
     base = run_config(base_folder / "model", base_folder, steps=STEPS, **ALL_OPTIONS)
+    process = {"process_reward": ProcessRewardConfig(optimizer=OptimizerConfig(warmup_steps=0))}
+    base = base.model_copy(update={"learner": base.learner.model_copy(update=process)})  # no advantage needs both
     groups = base_folder / "groups"
     record_with_experts(groups, RECORDED_STEPS, base)
     config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8})})

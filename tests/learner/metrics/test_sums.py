@@ -37,6 +37,7 @@ def sums_of(
         truncated_BT=marks_AT[1:2] if actions > 1 else torch.zeros(1, 1),
         entropy_BT=None,
         reference_kl_BT=None,
+        streams={},
     )
     sums.add(episodes=1, input_tokens=actions + 2)
     sums.add_policy(figures, own_version)

@@ -1,6 +1,7 @@
 """Attention over packed sequences: causal within each sequence, limited to the model's window."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from slipstream.learner.data.prefix_tree import PrefixTree
 from slipstream.learner.models import attention
 from slipstream.learner.models.attention import Window, segments_attention
 
@@ -24,10 +26,12 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
 }  # fmt: skip
 WINDOW = 5
+TREE = PrefixTree((7, 5, 3, 3, 4, 6, 2, 9), (-1, 0, 1, 1, 0, -1, 5, -1))
+"""Three levels, two nodes of one length side by side, and a sequence that shares nothing."""
 LENGTHS = [[5], [7, 7, 7], [9, 4, 4, 1], [1, 6, 1], [3, 8, 3]]
 
 
-def random_states(lengths: list[int], *, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_states(lengths: Sequence[int], *, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(len(lengths))
     query, key, value = (
         torch.randn(1, count, sum(lengths), HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -36,11 +40,24 @@ def random_states(lengths: list[int], *, heads: int, key_heads: int) -> tuple[Te
     return query, key, value
 
 
+def visible_pairs(tree: PrefixTree, window: int | None) -> Tensor:
+    """Pairs of query and key, from each token's path to its root."""
+    visible = torch.zeros(sum(tree.lengths), sum(tree.lengths), dtype=torch.bool)
+    for node, (start, length) in enumerate(zip(tree.starts, tree.lengths, strict=True)):
+        path = [
+            at for each in tree.path(node) for at in range(tree.starts[each], tree.starts[each] + tree.lengths[each])
+        ]
+        for token in range(start, start + length):
+            seen = path[: path.index(token) + 1]
+            visible[token, seen if window is None else seen[-window:]] = True
+    return visible
+
+
 def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: list[int],
+    lengths: Sequence[int] | PrefixTree,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -49,24 +66,24 @@ def masked_attention(
     """Attention from all scores and a mask, [1, T, H, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    visible = (sequence[:, None] == sequence[None]).tril().triu(1 - (window or len(sequence)))
+    tree = lengths if isinstance(lengths, PrefixTree) else PrefixTree.of_sequences(lengths)
+    visible = visible_pairs(tree, window)
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=3)
-    return (scores.softmax(-1)[..., : len(sequence)] @ value).transpose(1, 2)
+    return (scores.softmax(-1)[..., : len(visible)] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("packed", [*map(PrefixTree.of_sequences, LENGTHS), TREE], ids=lambda tree: str(tree.lengths))
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
 @pytest.mark.parametrize("softcap", [None, 0.8], ids=["plain", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_output_and_gradients_equal_masked_attention(
-    lengths: list[int],
+    packed: PrefixTree,
     key_heads: int,
     window: int | None,
     softcap: float | None,
@@ -74,13 +91,14 @@ def test_output_and_gradients_equal_masked_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 60)  # of several blocks in a sequence
-    states = random_states(lengths, heads=4, key_heads=key_heads)
+    states = random_states(packed.lengths, heads=4, key_heads=key_heads)
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True) if sinks else None
     mask = None if window is None else Window(window, chunked=False)
     out, weights = segments_attention(
-        torch.nn.Identity(), *states, mask, segment_lengths=lengths, scaling=0.3, softcap=softcap, s_aux=sink
-    )
-    reference = masked_attention(*states, lengths, 0.3, window, softcap, sink)
+        torch.nn.Identity(), *states, mask, segment_lengths=packed.lengths, scaling=0.3, softcap=softcap, s_aux=sink,
+        tree=packed if packed is TREE else None,
+    )  # fmt: skip
+    reference = masked_attention(*states, packed, 0.3, window, softcap, sink)
     torch.testing.assert_close(out, reference)
     assert weights is None
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)

@@ -11,11 +11,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.data.prefix_tree import ROOT, PrefixTree
 from slipstream.learner.models import attention, attention_kernels
 from slipstream.learner.models.attention import Window, packed_attention, segments_attention
 from slipstream.learner.models.attention_kernels import BLOCK, Call, Machine, block_mask, choose, flex
 from slipstream.learner.models.layers import _selective_contexts
-from tests.learner.models.test_attention import LENGTHS, masked_attention, random_states
+from tests.learner.models.test_attention import LENGTHS, masked_attention, random_states, visible_pairs
 
 H100 = Machine("cuda", (9, 0), triton=True)
 BF16 = torch.bfloat16
@@ -40,6 +41,8 @@ LONG = [[300, 200, 77], [500, 10, 10, 400], [128, 256, 384], [1000], [7, 6]]
         (QWEN, Machine("cuda", (7, 5), triton=True), "segments", "7.5"),
         (QWEN, Machine("rocm", (9, 4), triton=True), "segments", "rocm"),
         (QWEN, Machine("cpu"), "segments", "cpu"),
+        (Call(BF16, 128, tree=True), H100, "flex", "trees"),
+        (Call(BF16, 128, tree=True), Machine("cuda", (9, 0)), "segments", "triton"),
     ],
     ids=str,
 )
@@ -64,25 +67,31 @@ def test_requested_kernel_is_used_or_refused(requested: str, call: Call, machine
         choose(requested, call, machine)
 
 
-def visible_pairs(lengths: list[int], window: int | None) -> Tensor:
-    """Pairs of query and key, for tokens padded to whole blocks."""
-    padded = [*lengths, max(2 * BLOCK - sum(lengths), -sum(lengths) % BLOCK)]
-    sequence = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))
-    return (sequence[:, None] == sequence[None]).tril().triu(1 - (window or len(sequence)))
+TREES = [
+    *map(PrefixTree.of_sequences, LONG),
+    PrefixTree((300, 100, 60, 200, 50, 150, 30), (-1, 0, 1, 1, 0, -1, 5)),
+    PrefixTree((200, 10, 10, 10, 130, 20, 128, 128, 1), (-1, 0, 0, 0, -1, 4, 5, 5, 4)),
+]
 
 
-@pytest.mark.parametrize("lengths", LONG, ids=str)
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree.lengths))
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
-def test_block_mask_has_the_visible_pairs(lengths: list[int], window: int | None) -> None:
-    mask = block_mask(tuple(lengths), window, torch.device("cpu"))
-    pairs = visible_pairs(lengths, window)
+def test_block_mask_has_the_visible_pairs(tree: PrefixTree, window: int | None) -> None:
+    mask = block_mask(tree, window, torch.device("cpu"))
+    tokens = sum(tree.lengths)
+    pairs = visible_pairs(tree.padded(max(2 * BLOCK - tokens, -tokens % BLOCK)), window)
     blocks = pairs.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
-    whole, tables = blocks.all(3).all(1), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    needed, computed, whole = blocks.any(3).any(1), mask.to_dense()[0, 0].bool(), blocks.all(3).all(1)
+    assert (computed | ~needed).all()
+    tables = (mask.full_kv_num_blocks, mask.full_kv_indices)
     assert tables[0] is not None and tables[1] is not None
-    assert torch.equal(tables[0][0, 0].long(), whole.sum(1))
-    for row, count, indices in zip(whole, tables[0][0, 0].tolist(), tables[1][0, 0].tolist(), strict=True):
-        assert indices[:count] == row.nonzero()[:, 0].tolist()
+    unmasked = torch.zeros_like(whole)
+    for row, count, indices in zip(unmasked, tables[0][0, 0].tolist(), tables[1][0, 0].tolist(), strict=True):
+        row[indices[:count]] = True
+    assert (whole | ~unmasked).all()
+    if window is None or set(tree.parents) == {ROOT}:  # else a few blocks are computed that need not be
+        assert torch.equal(computed, needed)
+        assert torch.equal(unmasked, whole)
     index = torch.arange(len(pairs))
     found = mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
     assert torch.equal(found, pairs)
@@ -99,7 +108,9 @@ def test_compiled_flex_attention_equals_masked_attention(softcap: float | None) 
     for lengths, window in zip(LONG, [None, None, 100, 300, 3], strict=True):
         query, key, value = (each.float() for each in random_states(lengths, heads=4, key_heads=2))
         with caching:
-            found = attended(query, key, value, lengths, window=window, scaling=0.3, softcap=softcap)
+            found = attended(
+                query, key, value, PrefixTree.of_sequences(lengths), window=window, scaling=0.3, softcap=softcap
+            )
         torch.testing.assert_close(found, masked_attention(query, key, value, lengths, 0.3, window, softcap))
     assert graphs["unique_graphs"] - before <= 1, "compiled again for other lengths"
 
@@ -107,7 +118,7 @@ def test_compiled_flex_attention_equals_masked_attention(softcap: float | None) 
 def test_flex_attention_that_is_not_compiled_is_refused() -> None:
     query, key, value = (each.detach() for each in random_states([5], heads=2, key_heads=1))
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"learner\.attention=segments"):
-        flex(query, key, value, [5], window=None, scaling=1.0)
+        flex(query, key, value, PrefixTree.of_sequences([5]), window=None, scaling=1.0)
 
 
 @torch.no_grad()
@@ -120,10 +131,11 @@ def test_flex_attention_equals_masked_attention(
     """Not compiled: so it takes a second, and returns the sums that sinks need on a CPU too."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(attention_kernels, "_compiled_flex", lambda: attention_kernels._flex)
-    states = random_states([130, 40], heads=4, key_heads=2)
+    tree = PrefixTree((130, 40, 10, 60, 7), (-1, 0, 1, 1, -1))
+    states = random_states(tree.lengths, heads=4, key_heads=2)
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64) if sinks else None
-    found = flex(*states, [130, 40], window=window, scaling=0.3, softcap=softcap, sinks_H=sink)
-    expected = masked_attention(*states, [130, 40], 0.3, window, softcap, sink)
+    found = flex(*states, tree, window=window, scaling=0.3, softcap=softcap, sinks_H=sink)
+    expected = masked_attention(*states, tree, 0.3, window, softcap, sink)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.learner.data.packing import TokenSequence, all_actions, empty_micro_batch, pack
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.export import export_model
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.load import load_model
+from slipstream.learner.models.prefix_sharing import common_sharing
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 from tests.contract.families import FAMILIES, write_family
@@ -24,6 +26,11 @@ from tests.learner.recorded import options_of, run_config
 
 LENGTHS = (30, 13, 13, 12, 5, 2)
 """Tokens of the packed sequences, the longest first; some of nearly one length."""
+
+SHARE_NOTHING = {
+    "Qwen3NextConfig", "Qwen3_5TextConfig", "Lfm2Config", "GraniteMoeHybridConfig", "FalconH1Config", "NemotronHConfig",
+}  # fmt: skip
+"""Kinds of models with layers that have a state."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,50 @@ def test_packed_log_probs_and_gradients_equal_unpacked_ones(loaded: Loaded) -> N
         torch.testing.assert_close(
             parameter.grad, reference, atol=1e-5 + 1e-5 * reference.abs().max(), rtol=1e-4, msg=name
         )
+
+
+def branching(vocabulary: int) -> list[TokenSequence]:
+    """Two groups of sequences that branch off from each other on up to three levels, and a single sequence."""
+    rng = np.random.default_rng(4)
+    trunks = [rng.integers(vocabulary, size=30) for _ in range(3)]
+
+    def branch(trunk: Any, at: int, tokens: int) -> Any:
+        own = rng.integers(vocabulary, size=tokens)
+        own[:1] = (trunk[at] + 1) % vocabulary
+        return np.concatenate([trunk[:at], own])
+
+    inner = branch(trunks[0], 12, 14)
+    rows = [trunks[0], inner, branch(inner, 20, 5), branch(inner, 20, 5), branch(trunks[0], 12, 9), inner[:16]]
+    rows += [trunks[1], branch(trunks[1], 20, 3), trunks[2]]
+    return [TokenSequence(row, np.arange(len(row)) >= 2 + number) for number, row in enumerate(rows)]
+
+
+def test_shared_prefixes_equal_sequences_alone(loaded: Loaded) -> None:
+    kind = type(loaded.plain.config.get_text_config())
+    sharing = common_sharing([loaded.learner])
+    assert (sharing is None) == (kind.__name__ in SHARE_NOTHING)
+    if sharing is None:
+        return
+    rows = branching(64)
+    (alone,), (shared,) = (pack(rows, token_budget=300, sharing=each) for each in (None, PrefixSharing(1)))
+    assert shared.input_ids_1N.shape[1] < 0.6 * alone.input_ids_1N.shape[1] == 0.6 * shared.sequence_tokens
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for batch in (alone, shared):
+        loaded.learner.zero_grad()
+        scores = score_actions(loaded.learner, batch, temperature=0.7, entropy="gradient")
+        assert scores.entropy_A is not None
+        scores_2BT = torch.zeros(2, len(rows), 40)
+        for number, values_A in enumerate((scores.logprobs_A, scores.entropy_A)):
+            batch.put(scores_2BT[number], values_A)
+        torch.autograd.backward((scores_2BT * torch.linspace(-1, 1, scores_2BT.numel()).view_as(scores_2BT)).mean())
+        gradients = {name: parameter.grad.clone() for name, parameter in loaded.learner.named_parameters()}
+        found.append((scores_2BT.detach(), gradients))
+    (scores_alone, gradients_alone), (scores_shared, gradients_shared) = found
+    torch.testing.assert_close(scores_shared, scores_alone, atol=1e-5, rtol=1e-5)
+    for name, expected in gradients_alone.items():
+        atol = 1e-7 + 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(gradients_shared[name], expected, atol=atol, rtol=1e-5, msg=name)
+    loaded.learner.zero_grad()
 
 
 def test_pass_without_sequences_has_gradients(loaded: Loaded) -> None:

@@ -116,12 +116,12 @@ def test_models_have_no_dropout_and_recompute_activations(
 ) -> None:
     train_step = build_train_step(with_dropout(activation_checkpointing=checkpointing), world)
     assert train_step.critic is not None
-    nn.init.constant_(train_step.critic.model.get_parameter("head.weight"), 0.1)
+    nn.init.constant_(train_step.critic.model.get_parameter("score.weight"), 0.1)
     for once, again in zip(scores(train_step), scores(train_step), strict=True):
         assert once.std() > 0
         assert torch.equal(once, again)
     policy: Any = train_step.model
-    backbone: Any = train_step.critic.model.backbone
+    backbone: Any = train_step.critic.model.base_model
     forward_passes: list[nn.Module] = []
     parts = [policy.model.layers[0].mlp, backbone.layers[0].mlp]
     for part in parts:

@@ -71,7 +71,7 @@ def test_scores_are_of_sampled_distribution(
     assert scored.entropy_A is not None and scored.collision_A is not None
     assert scored.entropy_A.requires_grad == (entropy == "gradient")
     for found_A, expected_A in (
-        (scored.logprobs_A, distribution.log_prob(batch.actions_A)),
+        (scored.logprobs_A, distribution.log_prob(batch.actions_S)),
         (scored.entropy_A, distribution.entropy()),
         (scored.collision_A, distribution.probs.square().sum(-1)),
     ):

@@ -79,7 +79,7 @@ def test_placeholders_have_no_probability(
     folder: Path, world: World, sequences: list[TokenSequence], whole: bool
 ) -> None:
     model, (batch,) = load(folder, world), pack([sequences[2]], token_budget=1000)
-    actions = [replace(batch, actions_A=torch.full_like(batch.actions_A, token)) for token in range(VOCABULARY)]
+    actions = [replace(batch, actions_S=torch.full_like(batch.actions_S, token)) for token in range(VOCABULARY)]
     with torch.no_grad():
         logprobs = [score_actions(model, each, temperature=0.7, whole_vocabulary=whole).logprobs_A for each in actions]
     probabilities_AV = torch.stack(logprobs, dim=-1).exp()

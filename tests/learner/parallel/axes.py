@@ -1,6 +1,6 @@
 """Four learner ranks that train tiny models on recorded groups, on one mesh after the other.
 
-python -m tests.learner.parallel.axes FOLDER PORT
+Arguments: FOLDER PORT
 """
 
 import json
@@ -143,12 +143,9 @@ def run_rank(rank: int, folder: Path) -> None:
     leave_world()
 
 
-def main(folder: Path, port: str) -> None:
+def main() -> None:
     """Forks the ranks: so torch and transformers are imported only once."""
+    _, folder, port = sys.argv
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start_processes(run_rank, args=(folder,), nprocs=RANKS, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    start_processes(run_rank, args=(Path(folder),), nprocs=RANKS, start_method="fork")

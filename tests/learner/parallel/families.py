@@ -1,6 +1,6 @@
 """Four learner ranks that compute log-probs and gradients of families of models, on one mesh after the other.
 
-python -m tests.learner.parallel.families FOLDER PORT CASE…
+Arguments: FOLDER PORT CASE…
 
 FOLDER has a model of each family. A case is the name of a mesh and that of a family, with a comma between them. Each
 rank leaves CASE-RANK.safetensors there, or CASE-RANK.txt with the reason of a refusal.
@@ -77,12 +77,9 @@ def run_rank(rank: int, folder: Path, cases: Sequence[str]) -> None:
     leave_world()
 
 
-def main(folder: Path, port: str, cases: Sequence[str]) -> None:
+def main() -> None:
     """Forks the ranks: so torch and transformers are imported only once."""
+    _, folder, port, *cases = sys.argv
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start_processes(run_rank, args=(folder, cases), nprocs=RANKS, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    start_processes(run_rank, args=(Path(folder), cases), nprocs=RANKS, start_method="fork")

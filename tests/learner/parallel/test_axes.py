@@ -1,9 +1,7 @@
 """Parallelism: four ranks on any mesh have the losses, gradients and published weights of one process."""
 
 import json
-import os
-import subprocess
-import sys
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ from slipstream.learner.parallel.mesh import MeshSizes, World, refuse
 from tests.conftest import free_port
 from tests.learner.parallel.axes import CASES, RANKS, SAVED, STEPS, case_config, saved_bytes, trained
 from tests.learner.recorded import VOCABULARY, build_train_step, record, run_config, train, vivid, weights_of
+from tests.pipeline.forked import run_to_end
 
-ROOT = Path(__file__).parents[3]
 DIMENSIONS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -40,7 +38,7 @@ FIGURES = {
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which four ranks have left the results of all cases."""
     folder = tmp_path_factory.mktemp("axes")
     torch.manual_seed(0)
@@ -56,10 +54,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = run_config(folder / "dense", folder, optimizer=optimizer, **settings)
     record(folder / "groups", STEPS + 1, config)
     (folder / "config.json").write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
-    command = [sys.executable, "-m", "tests.learner.parallel.axes", str(folder), str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_end(forks, "tests.learner.parallel.axes", folder, free_port(), output=folder / "output")
     return folder
 
 

@@ -1,10 +1,8 @@
 """Families of models by kinds of parallelism: four ranks compute what one process does, or refuse to."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.contract.families import FAMILIES, write_family
 from tests.learner.parallel.families import LENGTHS, MESHES, RANKS, scores_and_gradients
+from tests.pipeline.forked import run_to_end
 
 ROOT = Path(__file__).parents[3]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -48,7 +47,7 @@ def marked(cases: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def folder_of(forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Returns the folder in which four ranks have left the results of a case, and of those that run with it."""
     found: dict[bool, Path] = {}
 
@@ -56,20 +55,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Results:
         few = case in FEW
         if few not in found:
             found[few] = tmp_path_factory.mktemp("families")
-            run_ranks(found[few], FEW if few else [each for each in (*CASES, *REFUSED) if each not in FEW])
+            run_ranks(forks, found[few], FEW if few else [each for each in (*CASES, *REFUSED) if each not in FEW])
         return found[few]
 
     return run
 
 
-def run_ranks(folder: Path, cases: Iterable[str]) -> None:
+def run_ranks(forks: ForkServerContext, folder: Path, cases: Iterable[str]) -> None:
     """Writes the models of some cases, and runs these."""
     for family in {case.split(", ")[1] for case in cases}:
         write_family(folder / family, family, **SIZES.get(family, HEADS))
-    command = [sys.executable, "-m", "tests.learner.parallel.families", str(folder), str(free_port()), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_end(forks, "tests.learner.parallel.families", folder, free_port(), *cases, output=folder / "output")
 
 
 @pytest.mark.parametrize("case", marked(CASES))

@@ -3,11 +3,11 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +17,103 @@ import torch.distributed as dist
 
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from tests.conftest import free_port
+from tests.pipeline.forked import Forked
 
-ROOT = Path(__file__).parents[3]
 ENDS_WITHIN_S = 60.0
 
-Ranks = list["subprocess.Popen[str]"]
+
+class Rank:
+    """A rank that carries out commands."""
+
+    def __init__(self, forks: ForkServerContext, folder: Path, rank: int, port: int, *, deadline_s: float) -> None:
+        commands, self._output = folder / f"commands-{rank}", folder / f"output-{rank}"
+        os.mkfifo(commands)
+        module = "tests.learner.parallel.waiting_rank"
+        self.process = Forked(forks, module, [*map(str, (deadline_s, rank, port, commands))], self._output)
+        # For reading too: otherwise it would wait for a rank that did not start.
+        self._commands = os.fdopen(os.open(commands, os.O_RDWR), "w")
+
+    def send(self, *commands: str) -> None:
+        """Sends it commands."""
+        self._commands.write("".join(f"{command}\n" for command in commands))
+        self._commands.flush()
+
+    @property
+    def output(self) -> str:
+        """All that it has printed so far."""
+        return self._output.read_text() if self._output.exists() else ""
+
+    def line_with(self, text: str) -> str:
+        """The first line of its output with this text; fails when it ends without one."""
+        give_up = time.monotonic() + ENDS_WITHIN_S
+        while True:
+            ended = self.process.poll() is not None
+            for line in self.output.splitlines():
+                if text in line:
+                    return line
+            assert not ended, f"it ended without {text!r}: {self.output}"
+            assert time.monotonic() < give_up, f"no {text!r} within {ENDS_WITHIN_S} s: {self.output}"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.wait(ENDS_WITHIN_S)
+        self._commands.close()
 
 
 @pytest.fixture
-def start_ranks() -> Iterator[Callable[[float], Ranks]]:
+def start_ranks(forks: ForkServerContext, tmp_path: Path) -> Iterator[Callable[[float], list[Rank]]]:
     """Starts two ranks with that deadline as torchrun does; their store is in this process."""
     stores = []
     with ExitStack() as cleanup:
 
-        def start(deadline_s: float) -> Ranks:
+        def start(deadline_s: float) -> list[Rank]:
             port = free_port()
             stores.append(dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
-            described = {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
-            ranks = []
-            for rank in range(2):
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.learner.parallel.waiting_rank", str(deadline_s)], cwd=ROOT,
-                    env={**os.environ, **described, "RANK": str(rank)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, text=True,
-                )  # fmt: skip
-                cleanup.enter_context(process)
-                cleanup.callback(process.kill)
-                ranks.append(process)
-            for process in ranks:
-                line_with(process, "ready")
+            ranks = [Rank(forks, tmp_path, rank, port, deadline_s=deadline_s) for rank in range(2)]
+            for rank in ranks:
+                cleanup.callback(rank.close)
+            for rank in ranks:
+                rank.line_with("ready")
             return ranks
 
         yield start
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_frozen_rank_is_named_and_others_exit(frozen: int, start_ranks: Callable[[float], Ranks]) -> None:
+def test_frozen_rank_is_named_and_others_exit(frozen: int, start_ranks: Callable[[float], list[Rank]]) -> None:
     ranks = start_ranks(3.0)
-    ranks[frozen].send_signal(signal.SIGSTOP)
+    ranks[frozen].process.send_signal(signal.SIGSTOP)
     waits = ranks[1 - frozen]
-    output = waits.communicate("barrier\n", timeout=ENDS_WITHIN_S)[0]
-    assert waits.returncode == 1
-    assert f"learner rank {frozen} on {socket.gethostname()} " in output and "learner.wait_deadline_s=3" in output
+    waits.send("barrier")
+    assert waits.process.wait(ENDS_WITHIN_S) == 1
+    assert f"learner rank {frozen} on {socket.gethostname()} " in waits.output
+    assert "learner.wait_deadline_s=3" in waits.output
 
 
-def test_short_freeze_is_warned_of(start_ranks: Callable[[float], Ranks]) -> None:
+def test_short_freeze_is_warned_of(start_ranks: Callable[[float], list[Rank]]) -> None:
     ranks = start_ranks(600.0)
-    ranks[1].send_signal(signal.SIGSTOP)
-    send(ranks[0], "barrier")
-    assert "rank=1" in line_with(ranks[0], "a learner rank is silent")
-    ranks[1].send_signal(signal.SIGCONT)
-    send(ranks[1], "barrier")
-    for process in ranks:
-        line_with(process, "barrier")
-        send(process, "end")
-    assert [process.wait(ENDS_WITHIN_S) for process in ranks] == [0, 0]
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    ranks[0].send("barrier")
+    assert "rank=1" in ranks[0].line_with("a learner rank is silent")
+    ranks[1].process.send_signal(signal.SIGCONT)
+    ranks[1].send("barrier")
+    for rank in ranks:
+        rank.line_with("barrier")
+        rank.send("end")
+    assert [rank.process.wait(ENDS_WITHIN_S) for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_rank_that_left_is_not_reported(first: int, start_ranks: Callable[[float], Ranks]) -> None:
+def test_rank_that_left_is_not_reported(first: int, start_ranks: Callable[[float], list[Rank]]) -> None:
     ranks = start_ranks(4.0)
-    send(ranks[first], "end")
-    assert ranks[first].wait(ENDS_WITHIN_S) == 0
-    output = ranks[1 - first].communicate("outlive\nend\n", timeout=ENDS_WITHIN_S)[0]
-    assert ranks[1 - first].returncode == 0, output
-    assert "silent" not in output
+    ranks[first].send("end")
+    assert ranks[first].process.wait(ENDS_WITHIN_S) == 0
+    other = ranks[1 - first]
+    other.send("outlive", "end")
+    assert other.process.wait(ENDS_WITHIN_S) == 0, other.output
+    assert "silent" not in other.output
 
 
 def test_collectives_outlast_waits_of_rank_0() -> None:
@@ -94,21 +123,3 @@ def test_collectives_outlast_waits_of_rank_0() -> None:
         assert backend.options._timeout > timedelta(seconds=5000)
     finally:
         leave_world()
-
-
-def send(process: "subprocess.Popen[str]", text: str) -> None:
-    """Sends a command to a rank."""
-    assert process.stdin is not None
-    process.stdin.write(f"{text}\n")
-    process.stdin.flush()
-
-
-def line_with(process: "subprocess.Popen[str]", text: str) -> str:
-    """The first line of a rank's output with this text; fails when the output ends."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return line
-    raise AssertionError(f"the output ended without {text!r}: {''.join(lines)}")

@@ -1,11 +1,13 @@
 """A learner rank that takes commands, a line each: `barrier`, `outlive` (the deadline), `end`.
 
-python -m tests.learner.parallel.waiting_rank DEADLINE_S
+Arguments: DEADLINE_S RANK PORT COMMANDS, the port of the store and the path of a pipe
 """
 
+import os
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,19 @@ from slipstream.learner.parallel import watchdog
 from slipstream.learner.parallel.mesh import join_world, leave_world
 
 
-def main(deadline_s: float) -> None:
+def main() -> None:
     """Confirms each command that it has carried out."""
+    deadline_s, rank, port, pipe = float(sys.argv[1]), *sys.argv[2:]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
     watchdog.HEARTBEAT_S, watchdog.WARNING_S = 0.1, 1.0
     torch.set_num_threads(1)
     world = join_world()
-    with watchdog.watch_ranks(world, deadline_s=deadline_s):
+    with Path(pipe).open() as commands, watchdog.watch_ranks(world, deadline_s=deadline_s):
         write("ready")
-        while (command := sys.stdin.readline().strip()) != "end":
+        while (command := commands.readline().strip()) != "end":
             if command == "barrier":
                 world.barrier()
             else:
@@ -37,7 +44,3 @@ def write(line: str) -> None:
     """Writes a line to the test."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]))

@@ -41,10 +41,11 @@ def test_parameters_are_counted_over_all_files(model: Path) -> None:
         (2 * CHECKPOINT + MODEL, [], 1, False),
         (2 * CHECKPOINT + MODEL, ["learner.checkpoint.keep=1"], 0, False),
         (3 * CHECKPOINT + MODEL, ["learner.advantage=gae", "learner.critic={}"], 0, True),
+        (3 * CHECKPOINT + MODEL, ["learner.advantage=prime", "learner.process_reward={}"], 0, True),
         (0, ["model.lora={rank: 4}"], 0, False),
         (0, ["model={build: digits}"], 0, False),
     ],
-    ids=["fits", "too small", "continued", "fewer", "critic", "adapters", "built"],
+    ids=["fits", "too small", "continued", "fewer", "critic", "process reward", "adapters", "built"],
 )
 def test_run_that_would_fill_its_disk_is_refused(
     tmp_path: Path,

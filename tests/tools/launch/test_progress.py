@@ -9,18 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.tools.launch.progress import (
-    LiveScreen,
-    PlainScreen,
-    Plan,
-    Progress,
-    apply_log,
-    apply_metrics,
-    bottleneck,
-    line,
-    make_screen,
-    table,
-)
+from slipstream.tools.launch.progress import Plan, Progress, apply_log, apply_metrics, bottleneck, line, table
+from slipstream.tools.launch.screens import LiveScreen, PlainScreen, make_screen
 
 START = Progress(Plan("demo", steps=400, max_staleness=4, eval_name="exact_match"))
 STEP: dict[str, Any] = {

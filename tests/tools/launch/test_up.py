@@ -18,16 +18,17 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, RunPaths, hold_run_lock
-from slipstream.configs.runtime.errors import CERTAIN
+from slipstream.configs.runtime.errors import CERTAIN, DeadlineError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.machine import Machine
 from slipstream.tools.launch.placement import Role, place
 from slipstream.tools.launch.ports import choose_port_base
 from slipstream.tools.launch.processes import MODULES, ChildDied, RunProcesses, python
-from slipstream.tools.launch.progress import make_screen
+from slipstream.tools.launch.screens import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import Launch, Stopped
+from slipstream.tools.launch.up import command as start_run
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream, until
@@ -47,16 +48,20 @@ def port_overrides(ports: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
+LIGHT = "rollout.engine.name=hf"
+"""The engine that a process imports and starts soonest."""
+
+
 def up(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The demo, with its runs in `folder`."""
-    return slipstream("up", DEMO, *arguments, folder=folder)
+    return slipstream("up", DEMO, LIGHT, *arguments, folder=folder)
 
 
 @contextmanager
-def running(folder: Path, *arguments: object, all_started: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """The same while it runs; with `all_started`, from the time that its last process was started."""
+def running(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """The same while it runs."""
     with subprocess.Popen(
-        command("up", DEMO, "--plain", *arguments),
+        command("up", DEMO, LIGHT, "--plain", *arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -64,30 +69,15 @@ def running(folder: Path, *arguments: object, all_started: bool = False) -> Iter
         start_new_session=True,
     ) as process:
         try:
-            if all_started:
-                until((folder / "runs" / "demo" / "logs" / "learner.console").exists)
             yield process
         finally:
             process.kill()
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    """The rest of stdout."""
-    assert process.stdout is not None
-    return process.stdout.read()
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
     """The next line of stdout."""
     assert process.stdout is not None
     return process.stdout.readline()
-
-
-def line_with(process: subprocess.Popen[str], part: str) -> str:
-    """The next line of stdout that contains `part`."""
-    while part not in (line := line_of(process)):
-        assert line, f"no line with {part}"
-    return line
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -125,9 +115,6 @@ def launching(folder: Path, *overrides: str) -> Iterator[tuple[Launch, RunConfig
         )
 
 
-CHAT = ["env.name=gymnasium", "env.options={id: Blackjack-v1}", "rollout.sampling.ignore_eos=false"]
-"""An env of chat messages, for which the demo's model has no template."""
-
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
@@ -144,8 +131,8 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["--fresh", "security.keys=absent"], "absent"), (["--fresh", *CHAT], "no chat template"), ([], "--fresh")],
-    ids=["keys", "prompt", "finished"],
+    [(["--fresh", "security.keys=absent"], "absent"), ([], "--fresh")],
+    ids=["keys", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
@@ -155,14 +142,6 @@ def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[s
     assert done.returncode == 2
     assert named in done.stderr
     assert [*folder.parent.iterdir(), *folder.iterdir()] == [folder, folder / "summary.json"]
-
-
-def test_trainer_other_than_rl_is_refused(tmp_path: Path) -> None:
-    done = up(tmp_path, "learner.trainer=mine:Sft")
-    assert done.returncode == 2
-    assert "learner.trainer=mine:Sft" in done.stderr
-    assert f"`learner {DEMO}`" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("by", "options"), [(UP, ["--fresh"]), (LEARNER, [])])
@@ -191,27 +170,32 @@ def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int) -> N
     assert left_behind(tmp_path) == []
 
 
-def test_old_folder_stays_until_redis_forgot_the_run(tmp_path: Path) -> None:
+def test_old_folder_stays_until_redis_forgot_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
-    with running(tmp_path, "--fresh", f"redis.url=redis://127.0.0.1:{free_port()}") as process:
-        assert line_of(process).startswith("forgetting ")
-        process.terminate()
-        process.wait(DEADLINE_S)
+    # The same up to here for all runs, and some seconds long.
+    monkeypatch.setattr("slipstream.tools.launch.up.start_ahead", lambda *_: {})
+    monkeypatch.setattr("slipstream.tools.launch.up._check", lambda config: None)
+    monkeypatch.setattr("slipstream.tools.launch.up.REDIS_DEADLINE_S", 0.2)
+    overrides = f"run.dir={folder.parent}", f"redis.url=redis://127.0.0.1:{free_port()}"
+    with pytest.raises(DeadlineError, match="did not answer"):
+        start_run([str(DEMO), "--fresh", *overrides])
     assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
 
 
-def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
+def test_unreachable_redis_is_named_while_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
-    with running(tmp_path, f"redis.url={url}") as process:
-        assert "new run" in line_of(process)
-        assert url in line_with(process, "waiting for Redis")
-        waiting = line_of(process)
-        process.terminate()
-        process.wait(DEADLINE_S)
+    monkeypatch.setattr("slipstream.tools.launch.up.REDIS_DEADLINE_S", 1.0)
+    with launching(tmp_path, f"redis.url={url}") as (launch, _, _):
+        assert launch.run(undo_steps=False) == 1
+    printed = capsys.readouterr()
+    _, waiting = [line for line in printed.out.splitlines() if url in line]
     assert f"{url}, " in waiting
-    assert "120 s" in waiting
+    assert "1 s" in waiting
     assert "Connection refused" in waiting
+    assert url in printed.err
 
 
 def test_children_get_only_the_secrets_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,39 +320,28 @@ def test_summary_has_placement_and_restarts(tmp_path: Path, monkeypatch: pytest.
     assert summary["placement"]["processes"].keys() == names
 
 
-def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
+# --- stop -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_goes_on_without_stdout_and_folder_and_leaves_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
     with running(tmp_path) as process:
         assert "new run" in line_of(process)
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        until((tmp_path / "runs" / "demo" / "logs" / "learner.console").exists)
-        process.terminate()
-        (warning,) = process.stderr.read().splitlines()
-        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
-    assert "Broken pipe" in warning
-    assert left_behind(tmp_path) == []
-
-
-# --- stop -------------------------------------------------------------------------------------------------------------
-
-
-def test_stopped_run_leaves_no_process_even_if_its_folder_was_moved(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "demo"
-    with running(tmp_path, all_started=True) as process:
-        assert process.stderr is not None
         log = folder / "logs" / "learner.jsonl"
         until(lambda: log.exists() and "learner ready" in log.read_text())  # it makes the folder too
         folder.rename(tmp_path / "elsewhere")
-        warning = process.stderr.readline()
+        closed, moved = process.stderr.readline(), process.stderr.readline()
         for file in ("config.yaml", "initial_model/config.json"):
             assert (folder / file).read_text() == (tmp_path / "elsewhere" / file).read_text()
         assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)
+        process.terminate()
         assert process.stderr.read() == ""
-        assert output(process).splitlines()[-1].startswith("stopped; ")
-        assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
-    assert warning.startswith("warning: runs/demo ")
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert "Broken pipe" in closed
+    assert moved.startswith("warning: runs/demo ")
     assert left_behind(tmp_path) == []
 
 

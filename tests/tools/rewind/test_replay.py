@@ -17,12 +17,13 @@ from tests.tools.rewind.recorded_run import make_config, record_run
 
 STEPS = 6
 CRITIC = {"advantage": "gae", "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}, "updates_per_step": 2}
+PRIME = {"advantage": "prime", "process_reward": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}}
 KL = {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1", "target": 0.01, "horizon": 8}}
 THROTTLE = {"throttle": {"max_kl": 1e-9, "hold_steps": 0, "learning_rate": True}}
 RUNS: dict[str, dict[str, Any]] = {
     "grpo": {"learner": THROTTLE},
     "ppo": {"learner": CRITIC | KL},
-    "lora": {"model": {"lora": {"rank": 4, "alpha": 16}}},
+    "lora": {"model": {"lora": {"rank": 4, "alpha": 16}}, "learner": PRIME},
 }
 """Settings of each run, by section. The learner of `grpo` crashes in the fifth step."""
 

@@ -82,6 +82,7 @@
   S.loadColumns = async (run, keys, options, signal) =>
     new S.Columns(await S.source.get(S.path(run, "series"), { keys: keys.join(","), ...options }, signal), keys);
 
-  /** Evaluations of a run with their intervals, at the steps that made the evaluated versions. */
-  S.loadEvaluations = (run, signal) => S.loadColumns(run, ["score", "score_interval"], { kind: "eval" }, signal);
+  /** Evaluations of a run, scores or losses on validation rows, at the steps that made the evaluated versions. */
+  S.loadEvaluations = (run, signal) =>
+    S.loadColumns(run, ["score", "score_interval", "loss"], { kind: "eval" }, signal);
 })();

@@ -22,6 +22,11 @@
     "tokens_per_gpu_s",
     "power_w",
     "cost_per_million_tokens",
+    "loss",
+    "lr",
+    "grad_norm",
+    "epoch",
+    "tokens_trained_per_s",
   ];
   const LATEST_EVENTS = 6;
   const RATE_ROWS = 100; // rows at the end that the remaining time is computed from
@@ -76,7 +81,7 @@
     return steps > 0 ? (left * (elapsed[last] - elapsed[from])) / steps : null;
   }
 
-  function tiles(columns, evals, isRunning) {
+  function tiles(columns, evals, isRunning, isRl) {
     const metric = (name, label, format, note) => {
       const now = columns.last(name);
       return now === null
@@ -92,13 +97,16 @@
       tile(
         "Step",
         S.number(done),
-        steps ? `of ${S.number(steps)} · version ${S.number(columns.last("policy_version"))}` : "",
+        steps ? `of ${S.number(steps)} · ${isRl ? "version" : "epoch"} ${S.number(columns.last(isRl ? "policy_version" : "epoch"))}` : "",
       ),
       isRunning && done < steps
         ? tile("Time left", S.duration(remaining(columns)), `${S.duration(elapsed.at(-1))} so far`)
         : tile("Time", S.duration(elapsed.at(-1)), "wall clock"),
+      ...(isRl ? [] : lossTiles(metric, evals)),
       metric("reward", "Reward", S.number),
-      score === null
+      !isRl
+        ? null
+        : score === null
         ? tile("Score", "–", "no evaluation yet: eval.every_steps")
         : tile(
             "Score",
@@ -119,6 +127,26 @@
     ].filter(Boolean);
   }
 
+  /** Tiles of a training on rows of files. */
+  const lossTiles = (metric, evals) => {
+    const measured = evals.last("loss");
+    return [
+      metric("loss", "Loss", S.number),
+      measured === null
+        ? null
+        : tile("Validation loss", S.number(measured), change(measured, evals.first("loss"), S.number), evals.column("loss")),
+      metric("lr", "Learning rate", S.number, ""),
+      metric("grad_norm", "Norm of the gradient", S.number),
+      metric("tokens_trained_per_s", "Tokens per second", S.short),
+    ];
+  };
+
+  const LOSS_CURVES = [
+    { title: "Loss", parts: ["loss"] },
+    { title: "Validation loss", isEval: true, parts: ["loss"] },
+    { title: "Norm of the gradient", parts: ["grad_norm"], floor: 0 },
+    { title: "Trained", unit: "tokens/s", parts: ["tokens_trained_per_s"], floor: 0 },
+  ];
   const CURVES = [
     { title: "Reward", parts: ["reward", "score/*"] },
     { title: "Evaluation", isEval: true, parts: ["score"] },
@@ -221,12 +249,15 @@
     async show(root, context) {
       const loaded = await Promise.all(context.runs.map((run) => loadRun(run, context.signal)));
       const first = loaded[0];
+      const isRl = (context.all.find(({ id }) => id === first.run)?.trainer ?? "rl") === "rl";
       const waiting = S.empty(
-        "No step is trained yet. The first one comes once the servers have loaded the model and answered a batch of groups; see `logs/` of the run's folder until then.",
+        isRl
+          ? "No step is trained yet. The first one comes once the servers have loaded the model and answered a batch of groups; see `logs/` of the run's folder until then."
+          : "No step is trained yet; see `logs/` of the run's folder until then.",
       );
       const tileRow = S.h("div", { class: "tiles" });
       const pipeline = new S.Pipeline();
-      const charts = CURVES.map((curve) => ({
+      const charts = (isRl ? CURVES : LOSS_CURVES).map((curve) => ({
         curve,
         chart: new S.Chart({ sync: "overview", height: 190, ...curve }),
       }));
@@ -234,7 +265,7 @@
       root.append(
         waiting,
         tileRow,
-        S.panel(context.runs.length > 1 ? `Pipeline of ${first.run}` : "Pipeline", {}, pipeline.root),
+        isRl ? S.panel(context.runs.length > 1 ? `Pipeline of ${first.run}` : "Pipeline", {}, pipeline.root) : "",
         S.h(
           "div",
           { class: "charts wide" },
@@ -247,7 +278,7 @@
         waiting.hidden = first.columns.length > 0;
         if (!first.columns.length) return;
         const state = context.all.find(({ id }) => id === first.run)?.state;
-        tileRow.replaceChildren(...tiles(first.columns, first.evals, state === "running"));
+        tileRow.replaceChildren(...tiles(first.columns, first.evals, state === "running", isRl));
         const record = Object.fromEntries(
           Object.keys(first.columns.columns).map((name) => [name, first.columns.last(name) ?? undefined]),
         );

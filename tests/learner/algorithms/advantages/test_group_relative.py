@@ -23,6 +23,7 @@ from slipstream.learner.algorithms.advantages.group_relative import (
     max_rl,
     opo,
     penalise_length,
+    prime,
     reinforce_plus_plus_baseline,
     rloo,
 )
@@ -85,6 +86,17 @@ def test_figures_by_hand_of_unequal_lengths(
     advantage: Callable[[AdvantageInputs], Tensor], rewards: list[float], expected_BT: Tensor
 ) -> None:
     torch.testing.assert_close(advantage(batch([rewards], lengths=[1, 3])), expected_BT)
+
+
+def test_prime_adds_leave_one_out_advantages_of_outcome_and_process() -> None:
+    """Outcomes 1, 0 and 0; mean process rewards 2, 1 and 0, of lengths 2, 1 and 1; a group of one has none."""
+    process_BT = matrix([1, 3], [1, 9], [0, 9], [5, 5])
+    inputs = replace(batch([[1.0, 0.0, 0.0], [1.0]], lengths=[2, 1, 1, 2]), process_rewards_BT=process_BT)
+    # Less the others' means ½, 1 and 3/2: (½, 5/2), 0 and -3/2.
+    expected_BT = matrix(
+        [1 + 0.1 * (0.5 + 0.8 * 2.5), 1 + 0.1 * 2.5], [-0.5 + 0.1 * 0, 0], [-0.5 - 0.1 * 1.5, 0], [0, 0]
+    )
+    torch.testing.assert_close(prime(inputs, gamma=0.8, process_weight=0.1), expected_BT)
 
 
 def test_gdpo_scales_terms_and_whitens_their_sum_over_episodes() -> None:

@@ -14,7 +14,7 @@ from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
 from tests.learner.algorithms.ranks import on_two_ranks
 
-OVER_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae"]
+OVER_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae", "online_dpo"]
 all_advantages = pytest.mark.parametrize("name", ADVANTAGES.built_in)
 
 
@@ -28,6 +28,15 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
     inputs = golden_batch()
     order = torch.randperm(len(inputs.groups.index_B), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(compute(name, rows(inputs, order)), compute(name, inputs)[order])
+
+
+@all_advantages
+def test_rank_without_episodes_of_an_env(name: str) -> None:
+    inputs = golden_batch()
+    none_BT = compute(name, inputs.of_rows(torch.zeros(len(inputs.mask_BT), dtype=torch.bool)))
+    assert none_BT.shape == (0, inputs.mask_BT.shape[1])
+    own_B = inputs.groups.index_B != 1
+    torch.testing.assert_close(compute(name, inputs.of_rows(own_B)), compute(name, rows(inputs, own_B.nonzero()[:, 0])))
 
 
 @all_advantages

@@ -20,6 +20,7 @@ from slipstream.learner.algorithms.losses.clipped import (
     ppo,
     reinforce,
     sapo,
+    sppo,
     topr,
     value_loss,
     vespo,
@@ -184,6 +185,15 @@ def test_kimi_penalises_log_ratio_of_trajectory(ratios: list[float], advantage: 
     loss, log_ratio = kimi(inputs, tau=0.1).loss_BT.sum(), math.log(math.prod(ratios))
     assert loss.item() == pytest.approx(3 * advantage + 0.05 * log_ratio**2)
     assert gradient(loss, inputs).tolist() == [pytest.approx([-advantage + 0.1 * log_ratio] * 3)]
+
+
+def test_sppo_is_the_square_of_an_answers_error() -> None:
+    """log(1.5 · 2) against eta · ½; each action has half of the square, and the derivative of all of it."""
+    inputs = trajectory([1.5, 2.0], [0.5, 0.5])
+    loss_BT = sppo(inputs, eta=3.0).loss_BT
+    error = math.log(3) - 1.5
+    assert loss_BT.tolist() == [pytest.approx([error**2 / 2] * 2)]
+    assert gradient(loss_BT.sum(), inputs).tolist() == [pytest.approx([2 * error] * 2)]
 
 
 @pytest.mark.parametrize(

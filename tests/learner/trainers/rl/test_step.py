@@ -226,7 +226,7 @@ def test_step_holds_rows_of_its_updates_in_order(make_config: MakeConfig) -> Non
     config = make_config()
     groups = step_groups(0, config)[:3]
     data = build_step(
-        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]], learner=config.learner,
+        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]], algorithms=config.algorithms,
         rewards=config.rewards, step=0, consuming_version=3,
     )  # fmt: skip
     assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 12)
@@ -245,7 +245,7 @@ def test_group_with_half_weight_has_half_the_loss(
     one, other = step_groups(0, config)[:2]
 
     def summed(*groups: tuple[Group, float]) -> float:
-        data = build_step([groups], learner=config.learner, rewards=config.rewards, step=0, consuming_version=0)
+        data = build_step([groups], algorithms=config.algorithms, rewards=config.rewards, step=0, consuming_version=0)
         train_step = build_train_step(config, world)
         if train_step.reference is not None:  # so that policy and reference differ
             nn.init.zeros_(train_step.reference.get_parameter("lm_head.weight"))

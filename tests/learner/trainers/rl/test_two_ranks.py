@@ -1,14 +1,12 @@
 """Two learner ranks: their results on recorded groups equal those of one rank."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +23,29 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.experts import record_with_experts, write_experts
-from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, recorded_step, run_config, train
+from tests.learner.recorded import (
+    RECORDED_STEPS,
+    build_train_step,
+    mixed_config,
+    mixed_groups,
+    record,
+    recorded_step,
+    run_config,
+    train,
+)
 from tests.learner.trainers.rl.two_ranks import (
+    OF_ENVS,
     OPTIMIZERS,
     REPLAY,
     STEPS,
+    STREAMS,
     VARIANTS,
     variant_of,
     with_learner,
     with_model,
 )
+from tests.pipeline.forked import run_to_end
 from tests.vision import gradient_norms, write_vision_model
-
-ROOT = Path(__file__).parents[4]
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+def two_ranks(digits_model: Path, forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     """Two learner ranks have trained on recorded groups."""
     folder = tmp_path_factory.mktemp("two_ranks")
     config = run_config(digits_model, folder, token_budget=80)
@@ -65,11 +73,9 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     described.write_text(f"{described.read_text()}\n")
     write_experts(folder / "experts")
     record_with_experts(folder / "groups-with-experts", 2, config)
+    record(folder / "groups-of-envs", 2, config, mixed_groups)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "tests.learner.trainers.rl.two_ranks", str(folder), str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_end(forks, "tests.learner.trainers.rl.two_ranks", folder, free_port(), output=folder / "output")
     return TwoRanks(config, folder)
 
 
@@ -99,10 +105,17 @@ def test_recorded_shares_differ_in_micro_batches(two_ranks: TwoRanks) -> None:
     assert len(lengths) > 5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "envs"])
 def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
-    config = variant_of(two_ranks.config, variant)
-    alone = train(build_train_step(config, world), two_ranks.folder / "groups", range(2))
+    groups = two_ranks.folder / "groups"
+    if variant == "envs":
+        config, groups = (
+            mixed_config(with_learner(two_ranks.config, STREAMS), OF_ENVS),
+            groups.with_name("groups-of-envs"),
+        )
+    else:
+        config = variant_of(two_ranks.config, variant)
+    alone = train(build_train_step(config, world), groups, range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
     for mine, theirs in zip(alone, together, strict=True):
         assert mine["grad_norm"] > 0

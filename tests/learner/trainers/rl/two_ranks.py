@@ -1,6 +1,6 @@
 """Two learner ranks that train on recorded groups, save a checkpoint, and export the model.
 
-python -m tests.learner.trainers.rl.two_ranks FOLDER PORT
+Arguments: FOLDER PORT
 """
 
 import json
@@ -47,13 +47,21 @@ from slipstream.learner.trainers.rl.trainer import RLTrainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import build_train_step, preparer_of, prober_of, recorded_step, train
+from tests.learner.recorded import build_train_step, mixed_config, preparer_of, prober_of, recorded_step, train
 from tests.vision import gradient_norms
 
 STEPS = 3
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "critic": {"advantage": "gae", "critic": CRITIC},
+    "process_reward": {"advantage": "prime", "process_reward": {"beta": 0.5, "optimizer": CRITIC["optimizer"]}},
+    "online_dpo": {
+        "advantage": "online_dpo",
+        "kl": {"coefficient": 0.0},
+        "updates_per_step": 1,
+        "loss": {"name": "reinforce", "aggregation": "seq-mean-token-sum"},
+    },
+    "sppo": {"advantage": "win_rate", "loss": {"name": "sppo", "eta": 5.0}},
     "whitened": {"advantage": "reinforce_plus_plus"},
     "reference": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "correction": {"correction": {"normalise": True, "second_moment": 0.5, "veto": 1e-4}},
@@ -61,6 +69,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
     "muon": {"optimizer": {"name": "muon", "lr": 1e-3, "warmup_steps": 0}},
     "selective": {"activation_checkpointing": "selective"},
+    "average": {
+        "distill": {"teachers": [{"weights": "average", "average_rate": 0.3}], "loss": "jsd"},
+        "streams": {"ref_kl": 1},
+    },
+    "teacher": {"distill": {"teachers": [{}], "loss": "advantage"}, "streams": {"ref_kl": 1}},
     "offload": {"offload": True, "activation_checkpointing": "full"},
 }
 """Further settings of `learner` with the same result on any number of ranks; two steps of each."""
@@ -69,6 +82,16 @@ OPTIMIZERS = ["muon", *(["adamw_8bit"] if find_spec("torchao") else [])]
 """Those that resume from a checkpoint of two ranks."""
 
 
+STREAMS = {"streams": {"rl": 1.0, "ce": 0.3, "ref_kl": 0.2}, "kl": {"coefficient": 0.0}}
+OF_ENVS = {
+    "one": {"advantage": "reinforce_plus_plus_baseline", "correction": {"normalise": True, "second_moment": 0.5}},
+    "two": {
+        "advantage": "gdpo",
+        "loss": {"name": "cispo", "aggregation": "seq-mean-token-sum"},
+        "streams": {"ce": 0.1},
+    },
+}
+"""Streams, and algorithms of the envs of a mixture; all groups of one of them are on one rank."""
 REPLAY = {"router_replay": True, "activation_checkpointing": "full"}
 """Settings of `learner` for a mixture of experts."""
 
@@ -281,17 +304,16 @@ def run_rank(rank: int, folder: Path) -> None:
     }
     replay = with_model(with_learner(config, REPLAY), folder / "experts")
     variants["experts"] = train(build_train_step(replay, world), folder / "groups-with-experts", range(2))
+    of_envs = mixed_config(with_learner(config, STREAMS), OF_ENVS)
+    variants["envs"] = train(build_train_step(of_envs, world), folder / "groups-of-envs", range(2))
     if world.is_root:
         (folder / "variants.json").write_text(json.dumps(variants), encoding="utf-8")
     leave_world()
 
 
-def main(folder: Path, port: str) -> None:
+def main() -> None:
     """Forks the ranks: so torch and transformers are imported only once."""
+    _, folder, port = sys.argv
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start_processes(run_rank, args=(folder,), nprocs=2, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    start_processes(run_rank, args=(Path(folder),), nprocs=2, start_method="fork")

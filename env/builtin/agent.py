@@ -1,0 +1,156 @@
+"""Tasks that agents play: programs and functions that know an OpenAI client, and nothing of this project."""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.env.base import AgentEndpoint, Env, Split, Task
+
+RunAgent = Callable[[Task, AgentEndpoint], Awaitable[float | None] | float | None]
+
+KEPT_OUTPUT_BYTES: Final = 4096
+"""End of what a command printed that is kept for its error."""
+SHOWN_CHARACTERS: Final = 500
+
+
+class AgentFailed(Exception):
+    """A command ended with a code that stands for no reward, or was killed."""
+
+
+class AgentTasks:
+    """The tasks of another env, each played by an agent.
+
+    Attributes:
+        from_outside: True without an agent to run.
+        needs_reward: see `AgentEnv`.
+    """
+
+    def __init__(self, tasks: Env, run: RunAgent | None, *, identity: Sequence[Any], needs_reward: bool) -> None:
+        """`identity` tells agents with other options apart."""
+        self._tasks = tasks
+        self._run = run
+        self._identity = identity
+        self.from_outside = run is None
+        self.needs_reward = needs_reward
+
+    def size(self, split: Split) -> int:
+        """Number of tasks in the split."""
+        return self._tasks.size(split)
+
+    def task(self, split: Split, index: int) -> Task:
+        """The task at `index`."""
+        return self._tasks.task(split, index)
+
+    def fingerprint(self) -> str:
+        """Hash of the tasks and the agent's options."""
+        described = ["agent", 1, self._tasks.fingerprint(), *self._identity]
+        return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()
+
+    async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> float | None:
+        """Plays one episode; see `AgentEnv`."""
+        assert self._run is not None, "agents from outside are not run"
+        result = self._run(task, endpoint)
+        return await result if inspect.isawaitable(result) else result
+
+
+class Command:
+    """An agent that is a program.
+
+    It finds its model in the environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `ANTHROPIC_BASE_URL`,
+    `ANTHROPIC_API_KEY`, `SLIPSTREAM_SESSION_URL`) and its task, as JSON, on the standard input.
+    """
+
+    def __init__(self, command: Sequence[str], *, concurrency: int, rewards: Mapping[int, float | None]) -> None:
+        """`rewards` by exit code; any other code is a failure of the agent, which is no reward of 0."""
+        self._command = command
+        self._rewards = rewards
+        self._running = asyncio.Semaphore(concurrency)
+
+    async def __call__(self, task: Task, endpoint: AgentEndpoint) -> float | None:
+        """Runs the program once. Raises: AgentFailed; OSError when it can't be started."""
+        async with self._running:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | _environment(endpoint),
+                start_new_session=True,
+            )
+            reading = asyncio.create_task(_tail(process))
+            try:
+                await _feed(process, task)
+                code = await process.wait()
+            finally:
+                _kill(process.pid)  # its children too, which may outlive it, and hold the output open
+                output = await reading
+                await process.wait()
+        if code not in self._rewards:
+            shown = output.decode(errors="replace").strip()[-SHOWN_CHARACTERS:]
+            raise AgentFailed(f"{self._command[0]} ended with code {code}, which stands for no reward: {shown}")
+        return self._rewards[code]
+
+
+def _environment(endpoint: AgentEndpoint) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        "ANTHROPIC_BASE_URL": endpoint.session_url,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
+        "SLIPSTREAM_SESSION_URL": endpoint.session_url,
+    }
+
+
+async def _feed(process: asyncio.subprocess.Process, task: Task) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    shown = {name: value for name, value in asdict(task).items() if name != "images"}
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
+        process.stdin.write(json.dumps(shown, default=str).encode())
+        await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _tail(process: asyncio.subprocess.Process) -> bytes:
+    """The end of the output, which is read to its end."""
+    assert process.stdout is not None, "it is a pipe"
+    kept = b""
+    while chunk := await process.stdout.read(1 << 16):
+        kept = (kept + chunk)[-KEPT_OUTPUT_BYTES:]
+    return kept
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # nothing is left
+        os.killpg(group, signal.SIGKILL)
+
+
+def in_threads(function: Callable[[Task, AgentEndpoint], float | None], *, concurrency: int) -> RunAgent:
+    """The agent of a function that blocks."""
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
+
+    async def run(task: Task, endpoint: AgentEndpoint) -> float | None:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, task, endpoint)
+
+    return run
+
+
+def rewards_by_code(given: Mapping[Any, Any] | None) -> dict[int, float | None]:
+    """Rewards by exit code; without any, code 0 is the end of an agent without a reward. Raises: ConfigError."""
+    if given is None:
+        return {0: None}
+    try:
+        return {int(code): float(reward) for code, reward in given.items()}
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"env agent: exit_rewards={given!r} must have rewards by exit code, such as {{0: 1.0}}"
+        ) from None

@@ -1,0 +1,374 @@
+"""The gateway over HTTP: routes, keys, bounds and errors, in the event loop of the rollout server."""
+
+import asyncio
+import math
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.files import write_atomically
+from slipstream.configs.runtime.logging import get_log
+from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.rollouts.gateway import anthropic, chat, responses
+from slipstream.rollout_servers.rollouts.gateway.calls import Call, CallRefused
+from slipstream.rollout_servers.rollouts.gateway.session import Answer, Reward, Session, State
+from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
+from slipstream.rollout_servers.rollouts.gateway.tree import Node
+
+log = get_log("rollout.gateway")
+
+MOST_BODY_BYTES: Final = 32 << 20
+"""Of a request; images come in it."""
+BODY_S: Final = 60.0
+"""Time for a request's body to arrive."""
+RETRY_AFTER_S: Final = 2
+"""Pause that is asked of agents while there is no ticket to play."""
+KEEP_ALIVE_S: Final = 5.0
+"""Time between two comments that keep a stream's connection open."""
+MOST_CONNECTIONS: Final = 4096
+LARGEST_REWARD: Final = 1e6
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API in which agents call."""
+
+    read: Callable[[bytes, Session], Call]
+    whole: Callable[[Answer, Call, Session], dict[str, Any]]
+    events: Callable[[Answer, Call, Session], Iterator[bytes]]
+    error: Callable[[str, int, str], dict[str, Any]]
+
+
+DIALECTS: Final = {
+    "chat/completions": Dialect(chat.read, chat.whole, chat.events, chat.error),
+    "responses": Dialect(responses.read, responses.whole, responses.events, chat.error),
+    "messages": Dialect(anthropic.read, anthropic.whole, anthropic.events, anthropic.error),
+}
+
+
+class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`reward` is a number, or named parts of one, which are summed."""
+
+    reward: float | dict[str, float]
+    completion_id: str | None = None
+    agent: str | None = None
+
+
+class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
+    """How the session ends."""
+
+    state: State = State.DONE
+
+
+class GatewayApp:
+    """The routes."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        calls = [
+            Route(f"/s/{{id}}/v1/{path}", self._answerer(dialect), methods=["POST"])
+            for path, dialect in DIALECTS.items()
+        ]
+        manage = [
+            Route(prefix + suffix, endpoint, methods=[method])
+            for prefix in ("/sessions/{id}", "/s/{id}")
+            for suffix, endpoint, method in (
+                ("", self._guard(self._show), "GET"),
+                ("/reward", self._guard(self._reward), "POST"),
+                ("/close", self._guard(self._close), "POST"),
+            )
+        ]
+        return Starlette(
+            routes=[
+                *calls,
+                Route("/s/{id}/v1/models", self._guard(self._models), methods=["GET"]),
+                Route("/sessions", self._guard(self._open), methods=["POST"]),
+                *manage,
+            ]
+        )
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _answerer(self, dialect: Dialect) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            session = self._session(request)
+            body = await _body(request)
+            with _readable():
+                call = dialect.read(body, session)
+            task = session.call(
+                call,
+                agent=request.headers.get("x-slipstream-agent", "")[:200],
+                trainable=request.headers.get("x-slipstream-trainable", "true").lower() not in ("false", "0"),
+                is_retry=request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+            )
+            if not call.stream:
+                result = await asyncio.shield(task)
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                session.deliver(result)
+                return _json(dialect.whole(result, call, session))
+            await asyncio.wait([task], timeout=KEEP_ALIVE_S)
+            if task.done():
+                await asyncio.shield(task)  # an error has a status of its own
+            return StreamingResponse(
+                self._stream(request, dialect, call, session, task), media_type="text/event-stream"
+            )
+
+        return self._guard(answer, dialect.error)
+
+    async def _stream(
+        self, request: Request, dialect: Dialect, call: Call, session: Session, task: "asyncio.Task[Answer]"
+    ) -> AsyncIterator[bytes]:
+        while not task.done():
+            yield b": keep-alive\n\n"
+            await asyncio.wait([task], timeout=KEEP_ALIVE_S)
+        if await request.is_disconnected():
+            return
+        try:
+            result = task.result()
+        except (CallRefused, EngineError, asyncio.CancelledError) as error:
+            message, status, code = _described(error)
+            self._gateway.refused[code] += 1
+            yield chat.event(dialect.error(message, status, code), "error")
+            return
+        session.deliver(result)
+        for event in dialect.events(result, call, session):
+            yield event
+
+    async def _models(self, request: Request) -> Response:
+        session = self._session(request)
+        return _json({"object": "list", "data": [{"id": session.model, "object": "model", "owned_by": "slipstream"}]})
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def _open(self, request: Request) -> Response:
+        if not _has_key(request, self._gateway.key):
+            raise CallRefused("opening sessions needs the gateway's key", status=401, code="invalid_key")
+        session = self._gateway.take()
+        if session is None:
+            raise CallRefused("no ticket waits for an agent; ask again", status=429, code="admission_closed")
+        url, task = self._gateway.session_url(session), session.task
+        left_s = session.until - asyncio.get_running_loop().time()
+        return _json(
+            {
+                "id": session.id,
+                "session_url": url,
+                "base_url": f"{url}/v1",
+                "api_key": session.key,
+                "model": session.model,
+                "deadline_s": round(left_s, 3),
+                "task": {"prompt": task.prompt, "info": task.info},
+            },
+            201,
+        )
+
+    async def _show(self, request: Request) -> Response:
+        session = self._session(request)
+        return _json(
+            {
+                "id": session.id,
+                "state": session.state,
+                "limit": session.limit,
+                "tokens": session.account(),
+                "ignored": dict(session.ignored),
+                "retries": session.retries,
+                "roots": session.tree.roots,
+                "nodes": [_node(node) for node in session.tree],
+            }
+        )
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._session(request)
+        with _readable():
+            body = msgspec.json.decode(await _body(request), type=RewardBody)
+        parts = body.reward if isinstance(body.reward, dict) else {}
+        values = [body.reward] if isinstance(body.reward, float) else list(parts.values())
+        value = math.fsum(values)
+        if not values or not all(map(math.isfinite, values)) or abs(value) > LARGEST_REWARD:
+            raise CallRefused(f"a reward is a finite number, or named ones, up to {LARGEST_REWARD:g}")
+        session.reward(Reward(value, parts, body.completion_id, body.agent))
+        return _json({"reward": value})
+
+    async def _close(self, request: Request) -> Response:
+        session = self._session(request)
+        body = await _body(request)
+        with _readable():
+            state = msgspec.json.decode(body, type=CloseBody).state if body else State.DONE
+        if state is State.OPEN:
+            raise CallRefused("state must be done, failed or void")
+        session.close(state)
+        return _json({"state": session.state})
+
+    # --- keys and errors ----------------------------------------------------------------------------------------------
+
+    def _session(self, request: Request) -> Session:
+        """Raises: CallRefused."""
+        session = self._gateway.find(request.path_params["id"])
+        if session is None and self._gateway.is_over(request.path_params["id"]):
+            raise CallRefused("the session is over", status=410, code="session_over")
+        if session is None:
+            raise CallRefused("there is no such session", status=404, code="unknown_session")
+        if not _has_key(request, session.key):
+            raise CallRefused("the key is not that of the session", status=401, code="invalid_key")
+        return session
+
+    def _guard(
+        self, endpoint: Callable[[Request], Any], describe: Callable[[str, int, str], dict[str, Any]] = chat.error
+    ) -> Callable[[Request], Any]:
+        async def guarded(request: Request) -> Response:
+            try:
+                response: Response = await endpoint(request)
+            except ClientDisconnect:
+                self._gateway.refused["client_gone"] += 1
+                return Response(status_code=499)
+            except (CallRefused, EngineError) as error:
+                caught: BaseException = error
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                caught = error  # the call's, not the request's: the session is over
+            else:
+                return response
+            message, status, code = _described(caught)
+            self._gateway.refused[code] += 1
+            headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else {"x-should-retry": "false"}
+            return _json(describe(message, status, code), status, headers)
+
+        return guarded
+
+
+def _described(error: BaseException) -> tuple[str, int, str]:
+    """Message, status and code of an error."""
+    if isinstance(error, CallRefused):
+        return str(error), error.status, error.code
+    if isinstance(error, EngineError):
+        return f"the engine has failed: {error}", 503, "engine_failed"
+    return "the session is over", 410, "session_over"
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises: CallRefused for a body that can't be read."""
+    try:
+        yield
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # also of a value of another type
+        raise CallRefused(f"the body can't be read: {error}", code="malformed") from None
+    except RecursionError:
+        raise CallRefused("the body can't be read: nested too deeply", code="malformed") from None
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body. Raises: CallRefused for one that is too long or too slow, ClientDisconnect."""
+    chunks, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MOST_BODY_BYTES:
+                    raise CallRefused(
+                        f"the body has more than {MOST_BODY_BYTES} bytes", status=413, code="body_too_large"
+                    )
+                chunks.append(chunk)
+    except TimeoutError:
+        raise CallRefused(f"the body did not arrive within {BODY_S:g} s", status=408, code="body_too_slow") from None
+    return b"".join(chunks)
+
+
+def _has_key(request: Request, key: str) -> bool:
+    """True for the key as OpenAI's clients send it, or Anthropic's."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+    return secrets.compare_digest(given.encode(), key.encode())
+
+
+def _node(node: Node) -> dict[str, Any]:
+    completion = node.completion
+    return {
+        "id": node.id,
+        "parent": None if node.parent is None else node.parent.id,
+        "agent": node.agent,
+        "trainable": node.trainable,
+        "delivered": node.delivered,
+        "finish_reason": completion.finish_reason,
+        "context_ids": list(node.context),
+        "token_ids": list(completion.token_ids),
+        "logprobs": [float(value) for value in completion.logprobs],
+        "spans": [{"version": span.version, "start": span.start, "end": span.end} for span in completion.spans],
+        "content": node.answer["content"],
+        "tool_calls": node.answer.get("tool_calls") or [],
+    }
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(data), status, headers, media_type="application/json")
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone: the rollout server handles them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway | None, config: RunConfig, server: str) -> AsyncIterator[None]:
+    """Serves a gateway in the running loop, if there is one; `gateways/<server>.json` in the run folder has its address
+    and the key that opens sessions.
+
+    Raises: ConfigError when the address can't be bound.
+    """
+    if gateway is None:
+        yield
+        return
+    bind, url = config.rollout.gateway.bind, config.rollout.gateway.url
+    host, _, port = bind.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"rollout.gateway.bind={bind} can't be bound: {error.strerror}") from error
+    http = _Server(
+        uvicorn.Config(
+            GatewayApp(gateway).app(),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    gateway.url = (url or address).rstrip("/")
+    task = asyncio.create_task(http.serve(sockets=[listener]))
+    file = config.paths.gateways / f"{server}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, [msgspec.json.encode({"url": gateway.url, "key": gateway.key})], durable=False, mode=0o600)
+    log.info("gateway listens", address=address, url=gateway.url, file=str(file))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        http.should_exit = True
+        await asyncio.wait([task])
+        listener.close()

@@ -1,0 +1,212 @@
+"""Episodes that agents play through the gateway."""
+
+import asyncio
+from typing import Any
+
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.tracing import span
+from slipstream.env.base import AgentEndpoint, AgentEnv, Task
+from slipstream.rewards.base import Ended, Episode, EpisodeTurn
+from slipstream.rewards.compose import checked_number
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode
+from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
+from slipstream.rollout_servers.rollouts.gateway.session import Session, State
+from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
+from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
+from slipstream.rollout_servers.tally import UNFINISHED, Tally
+
+log = get_log("rollout.gateway")
+
+KILL_S = 10.0
+"""Time for an agent to end once it is cancelled."""
+
+
+class AgentRollout:
+    """Plays each episode of a group in a session of the gateway."""
+
+    def __init__(self, env: AgentEnv, gateway: Gateway) -> None:
+        self._env = env
+        self._gateway = gateway
+        self._config = gateway.policy.config
+        self._loop = EnvLoop("agents", reason="agent_error")
+
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
+        """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
+        finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
+
+        async def play_one() -> None:
+            episode, unused = None, UNFINISHED
+            with tally.part() as tokens:
+                try:
+                    with span("episode") as traced:
+                        episode = await self._play(task, greedy=greedy, until=until, tally=tokens)
+                        traced.note(ended=episode.view.ended, turns=len(episode.view.turns))
+                except EpisodeFailed as error:
+                    failures.append(error)
+                    unused = error.reason
+                if episode is None:
+                    tokens.lose(unused)
+                else:
+                    finished.append(episode)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(samples):
+                tasks.create_task(play_one())
+        return Played(finished, failures[0] if failures else None)
+
+    def close(self) -> None:
+        """Ends the agents' thread."""
+        self._loop.close()
+
+    async def _play(self, task: Task, *, greedy: bool, until: float, tally: Tally) -> PlayedEpisode:
+        """Raises: EpisodeFailed, EngineError."""
+        wall_s = self._config.episode.wall_s
+        wall_at = until if wall_s is None else min(until, asyncio.get_running_loop().time() + wall_s)
+        with self._gateway.session(task, greedy=greedy, until=wall_at, tally=tally) as session:
+            try:
+                reward = await self._agent(session, until=until)
+                if reward is None and self._env.needs_reward and not session.rewarded.is_set():
+                    await self._posted_reward(session, until)
+            finally:
+                session.close(State.DONE)
+                await session.settle()
+            return self._played(session, reward)
+
+    async def _agent(self, session: Session, *, until: float) -> float | None:
+        """Runs the agent, or waits for one from outside, until it has ended. Raises: EpisodeFailed, EngineError."""
+        agent: asyncio.Future[Any]
+        if self._env.from_outside:
+            agent = asyncio.create_task(self._outside(session))
+        else:
+            endpoint = AgentEndpoint(self._gateway.session_url(session), session.key, self._gateway.model)
+            agent = asyncio.wrap_future(self._loop.submit(self._env.run_agent, session.task, endpoint))
+        failure = asyncio.create_task(session.failed.wait())
+        try:
+            async with asyncio.timeout_at(session.until):
+                await asyncio.wait([agent, failure], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            session.limit = session.limit or "wall"
+        finally:
+            failure.cancel()
+            if not agent.done():
+                session.close(State.DONE)  # its calls fail from now on
+                agent.cancel()
+                await asyncio.wait([agent], timeout=KILL_S)
+        if session.failure is not None:
+            raise session.failure
+        try:
+            if not agent.done() or agent.cancelled():
+                raise EpisodeFailed("agent_timeout", "the agent did not end in time")
+            return _checked(agent.result())
+        except EpisodeFailed:
+            # One that failed or was stopped at a budget leaves its episode to the rewards.
+            if session.limit is None or asyncio.get_running_loop().time() >= until:
+                raise
+            return None
+
+    async def _outside(self, session: Session) -> None:
+        """Raises: EpisodeFailed for a session that was closed as failed or void."""
+        await self._gateway.offer(session)
+        await session.ended.wait()
+        if session.state is State.FAILED:
+            raise EpisodeFailed("agent_error", "the agent closed its session as failed")
+        if session.state is State.VOID:
+            raise EpisodeFailed("session_void", "the agent closed its session as void")
+
+    async def _posted_reward(self, session: Session, until: float) -> None:
+        """Waits for the reward of an agent from outside, which may come after its end. Raises: EpisodeFailed."""
+        if not self._env.from_outside:
+            raise EpisodeFailed("reward_missing", "the agent gave no reward; does the env need one (needs_reward)?")
+        try:
+            async with asyncio.timeout_at(until):
+                await session.rewarded.wait()
+        except TimeoutError:
+            raise EpisodeFailed("reward_missing", f"session {session.id} got no reward") from None
+
+    def _played(self, session: Session, reward: float | None) -> PlayedEpisode:
+        """Raises: EpisodeFailed."""
+        tree = session.tree
+        branches = tree.branches()
+        if not branches:
+            raise EpisodeFailed("agent_error", "the agent got no answer to train on")
+        session.count_unused()
+        ends = _ends(branches)
+        rewards = [(ends[node], posted.value) for node, posted in session.rewards() if node in ends]
+        rewards += [(max(ends.values()), posted.value) for node, posted in session.rewards() if node not in ends]
+        if reward is not None:
+            rewards.append((max(ends.values()), reward))
+        metrics = {
+            "roots": float(tree.roots),
+            "calls": float(len(tree.delivered)),
+            "branches": float(len(branches)),
+            "retries": float(session.retries),
+            **{f"ignored/{name}": float(count) for name, count in session.ignored.items()},
+        }
+        for _, posted in session.rewards():
+            metrics |= posted.parts
+        ended: Ended = session.limit or "done"
+        first, last = branches[0].transcript, branches[-1].nodes[-1][0]
+        view = Episode(
+            prompt=_shown(branches[0].nodes[0][0].path[0].messages),
+            reference=session.task.reference,
+            info=session.task.info,
+            turns=_turns(branches),
+            prompt_tokens=first.prompt_tokens,
+            finish_reason="stop" if last.completion.finish_reason == "stop" else "length",
+            ended=ended,
+        )
+        return PlayedEpisode([branch.transcript for branch in branches], view, sorted(rewards), metrics)
+
+
+def _checked(reward: object) -> float | None:
+    """Raises: EpisodeFailed."""
+    if reward is None:
+        return None
+    try:
+        return checked_number(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EpisodeFailed("agent_error", f"reward of run_agent: {error}") from None
+
+
+def _ends(branches: list[Branch]) -> dict[Node, int]:
+    """The end of each trained answer in the transcripts end to end."""
+    ends, start = dict[Node, int](), 0
+    for branch in branches:
+        ends |= {node: start + end for node, end in branch.nodes}
+        start += len(branch.transcript.token_ids)
+    return ends
+
+
+def _turns(branches: list[Branch]) -> tuple[EpisodeTurn, ...]:
+    """The trained answers, branch by branch; the last one is that of the last call."""
+    ends, turns = _ends(branches), list[EpisodeTurn]()
+    for branch in branches:
+        for place, (node, _) in enumerate(branch.nodes):
+            following = branch.nodes[place + 1][0] if place + 1 < len(branch.nodes) else None
+            calls = [
+                {"id": call["id"], **call["function"], "error": ""} for call in node.answer.get("tool_calls") or ()
+            ]
+            turns.append(
+                EpisodeTurn(
+                    text=str(node.answer["content"]),
+                    tokens=len(node.completion.token_ids),
+                    end=ends[node],
+                    observation=_shown(following.messages) if following and following.parent is node else "",
+                    tool_calls=calls,
+                    content=str(node.answer["content"]) if calls else "",
+                )
+            )
+    return tuple(turns)
+
+
+def _shown(messages: Any) -> list[dict[str, Any]]:
+    """Messages for rewards, which run in other processes: without the bytes of images."""
+    return [
+        {
+            **message,
+            "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]],
+        }
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]

@@ -1,0 +1,82 @@
+"""The sessions of a rollout server, and the offers of its tickets to agents that come from outside."""
+
+import asyncio
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.env.base import Task
+from slipstream.rollout_servers.rollouts.base import AnswerGenerator
+from slipstream.rollout_servers.rollouts.conversation import ChatFormat
+from slipstream.rollout_servers.rollouts.gateway.session import Session, State
+from slipstream.rollout_servers.tally import Tally
+
+OVER_KEPT = 10_000
+
+
+class Gateway:
+    """Opens and finds sessions.
+
+    Attributes:
+        key: for opening sessions from outside.
+        url: under which agents reach the gateway; empty until it serves.
+        refused: requests that were refused, by code.
+    """
+
+    def __init__(self, policy: AnswerGenerator) -> None:
+        """Raises: ConfigError for a model without a chat template."""
+        if policy.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"agents send chat messages, and the model in {policy.tokenizer.model} has no chat template: choose a "
+                "chat model, or put its chat_template.jinja into the folder"
+            )
+        self.key = secrets.token_urlsafe(32)
+        self.url = ""
+        self.refused = Counter[str]()
+        self.policy = policy
+        self.model = policy.tokenizer.model.name
+        self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
+        self._sessions: dict[str, Session] = {}
+        self._over = deque[str](maxlen=OVER_KEPT)
+        self._offers: dict[Session, asyncio.Event] = {}
+
+    @contextmanager
+    def session(self, task: Task, *, greedy: bool, until: float, tally: Tally) -> Iterator[Session]:
+        """A session whose tokens `tally` counts; over at the end, whatever happened."""
+        session = Session(self.policy, self._format, task, greedy=greedy, until=until, tally=tally)
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            session.close(State.VOID)
+            del self._sessions[session.id]
+            self._over.append(session.id)
+
+    def find(self, session_id: str) -> Session | None:
+        """The session of an id, until its episode is collected."""
+        return self._sessions.get(session_id)
+
+    def is_over(self, session_id: str) -> bool:
+        """True for a session whose episode was collected, if it is one of the last."""
+        return session_id in self._over
+
+    async def offer(self, session: Session) -> None:
+        """Returns once an agent from outside has taken the session."""
+        taken = self._offers[session] = asyncio.Event()
+        try:
+            await taken.wait()
+        finally:
+            self._offers.pop(session, None)
+
+    def take(self) -> Session | None:
+        """The oldest session that is offered; None while there is no ticket to play."""
+        session = next(iter(self._offers), None)
+        if session is not None:
+            self._offers.pop(session).set()
+        return session
+
+    def session_url(self, session: Session) -> str:
+        """The address of a session."""
+        return f"{self.url}/s/{session.id}"
