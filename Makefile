@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -132,6 +132,11 @@ bench-demo: setup
 bench-learner: setup
 	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
 	@$(BIN)/python -m benchmarks learner --trl-python .trl/bin/python $(ARGS)
+
+# SFT and DPO in turns with TRL (installed as for bench-demo): half an hour on idle cores
+bench-trainings: setup
+	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
+	@$(BIN)/python -m benchmarks trainings --trl-python .trl/bin/python $(ARGS)
 
 # Sharing of work among 256 rollout servers without engines
 bench-fleet: setup

@@ -29,6 +29,7 @@ PARTS = {
     "pipeline": "speed of the whole system by bound of staleness, beside the limit",
     "staleness": "learning from data that is k steps old, with each objective or recipe",
     "streams": "the dashboard's server: its first answer over a long run, and CPU time by number of clients",
+    "trainings": "SFT and DPO on ragged rows, in turns with TRL",
     "weights": "speed and stall of weight updates",
 }
 RESULTS = Path(__file__).parent / "results"

@@ -1,7 +1,8 @@
 """Other loops on the same tasks; runs in an environment with torch, transformers and (but for `plain`) TRL.
 
-Usage: loops.py plain|trl|demo FOLDER. `FOLDER/case.json` has the step of `plain` and `trl` (see `learner.py`) or the
-tasks and settings of `demo` (see `demo.py`), `FOLDER/model` the initial model; writes `FOLDER/result.json`.
+Usage: loops.py plain|trl|demo|sft|dpo FOLDER. `FOLDER/case.json` has the step of `plain` and `trl` (see `learner.py`),
+the tasks and settings of `demo` (see `demo.py`) or the rows and settings of `sft` and `dpo` (see `trainings.py`),
+`FOLDER/model` the initial model; writes `FOLDER/result.json`.
 """
 
 import json
@@ -151,9 +152,14 @@ def measure_step(step: Callable[[], None], case: Case) -> dict[str, float]:
         began = time.perf_counter()
         step()
         durations_s.append(time.perf_counter() - began)
+    return {"step_s": median(durations_s[1:]), "process_bytes": peak_bytes()}
+
+
+def peak_bytes() -> int:
+    """Peak memory of this process."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert peak is not None, "Linux lists it"
-    return {"step_s": median(durations_s[1:]), "process_bytes": 1024 * int(peak[1])}
+    return 1024 * int(peak[1])
 
 
 def digit_match(completions: list[str], reference: list[str], **_: object) -> list[float]:
@@ -170,15 +176,18 @@ class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._began: tuple[float, float] | None = None
         self._steps = 0
+        self.durations_s: list[float] = []
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         """Called by the trainer."""
+        self._step_began = time.perf_counter()
         if self._began is None:
             self._began = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: object, **__: object) -> None:
         """Called by the trainer."""
         self._steps += 1
+        self.durations_s.append(time.perf_counter() - self._step_began)
         self._ended = time.perf_counter(), time.process_time()
 
     def means(self) -> dict[str, float]:
@@ -216,12 +225,44 @@ def train_demo(folder: Path, case: Case) -> dict[str, float]:
     return clock.means() | {"score": right.count(True) / len(right)}
 
 
+def train_rows(kind: str, folder: Path, case: Case) -> dict[str, Any]:
+    """Trains by SFT or DPO on the case's rows in their order: median time of a step, peak memory, loss of each step."""
+    trl, datasets = import_module("trl"), import_module("datasets")
+    config, trainer_class = {"sft": (trl.SFTConfig, trl.SFTTrainer), "dpo": (trl.DPOConfig, trl.DPOTrainer)}[kind]
+    clock = StepClock()
+    trainer = trainer_class(
+        model=load(folder),
+        args=config(
+            output_dir=str(folder / "trl"),
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            max_length=None,
+            logging_steps=1,
+            **case["settings"],
+        ),
+        train_dataset=datasets.Dataset.from_list(case["rows"]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trainer.add_callback(clock)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    return {"step_s": median(clock.durations_s[1:]), "process_bytes": peak_bytes(), "losses": losses}
+
+
 def main(loop: str, folder: Path) -> None:
     """Runs a loop and writes its result."""
     case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
     torch.set_num_threads(case["threads"])
+    result: dict[str, Any]
     if loop == "demo":
         result = train_demo(folder, case)
+    elif loop in ("sft", "dpo"):
+        result = train_rows(loop, folder, case)
     else:
         result = measure_step({"plain": plain_step, "trl": trl_step}[loop](folder, case), case)
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
