@@ -133,7 +133,9 @@ def build_rows(
         offset_B=torch.from_numpy(offset),
         longest_episode=max(1, *totals),
         reward_E=torch.tensor([t.reward for t in of_episode], dtype=torch.float32),
-        terms_KE=torch.tensor([[t.scores[name] for t in of_episode] for name in terms], dtype=torch.float32),
+        terms_KE=torch.tensor([[t.scores[name] for t in of_episode] for name in terms], dtype=torch.float32).reshape(
+            len(terms), len(of_episode)
+        ),  # without terms it is [0, E], too
         greedy_reward_E=None if None in greedy else torch.tensor(greedy, dtype=torch.float32)[group_E],
         group_E=group_E,
         groups=len(groups),

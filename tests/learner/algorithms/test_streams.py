@@ -175,6 +175,13 @@ def test_envs_with_the_learners_algorithm_change_nothing(world: World, make_conf
         torch.testing.assert_close(trained[1][1][name], tensor, atol=1e-6, rtol=1e-4)
 
 
+def test_envs_with_algorithms_train_without_rewards(world: World, make_config: MakeConfig) -> None:
+    base = make_config(streams={"rl": 0.0, "ref_kl": 1.0}, distill={"teachers": [{}]})
+    config = mixed_config(base.model_copy(update={"rewards": ()}), {"two": {"streams": {"rl": 0.0, "ref_kl": 0.5}}})
+    figures = build_train_step(config, world).run(data_of(config, mixed_groups(0, config)), unpublished_steps=0)
+    assert figures["ref_kl_tokens"] == figures["actions"]
+
+
 def objective_of(train_step: TrainStep, data: StepData) -> tuple[Objective, Any, Any]:
     prepared = preparer_of(train_step)(
         data.rows, data.updates, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0
