@@ -100,8 +100,9 @@ class ProcessRewardModel:
         )
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch, kept_bytes: int = 0) -> Tensor:
-        # At temperature 1: nothing is sampled from this model.
-        return score_actions(model, batch, temperature=1.0, kept_bytes=kept_bytes).logprobs_A
+        # At temperature 1 and over all tokens, whatever top-k left: nothing is sampled from this model.
+        whole = replace(batch, kept_2K=None)
+        return score_actions(model, whole, temperature=1.0, kept_bytes=kept_bytes).logprobs_A
 
 
 def cross_entropy(reward_B: Tensor, outcome_B: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,9 @@ def test_scores_are_log_ratios_to_the_initial_weights(world: World, make_config:
     torch.testing.assert_close(reference_A, first_A)
     assert rewards_A.abs().max() > 0.01
     assert not rewards_A.requires_grad
+    only_actions = torch.stack([torch.arange(batch.actions), batch.actions_S])
+    cut = process.score(replace(batch, kept_2K=only_actions))
+    torch.testing.assert_close(cut, (rewards_A, reference_A), msg="top-k is of the policy alone")
 
 
 def logprobs(model: nn.Module, batch: object) -> torch.Tensor:
