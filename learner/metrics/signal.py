@@ -23,8 +23,10 @@ def has_fixed_length(sampling: SamplingConfig) -> bool:
 class SignalWatch:
     """Logs each finding once, when it holds for `STEPS_IN_A_ROW` steps, and again only after a step without it."""
 
+    rewarded: bool
+    """True if rewards are trained on."""
     group_relative: bool
-    """True if advantages compare the episodes of a group: then groups of equal rewards train nothing."""
+    """True if all advantages compare the episodes of a group: then groups of equal rewards train nothing."""
     fixed_length: bool
     """True if all answers have the same length by configuration (`has_fixed_length`)."""
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
@@ -32,7 +34,8 @@ class SignalWatch:
     @property
     def _expected(self) -> set[str]:
         """Findings that are none with these settings."""
-        return {*([] if self.group_relative else [_NO_SPREAD]), *([_CUT_OFF] if self.fixed_length else [])}
+        sought = {_ALL_EQUAL: self.rewarded, _NO_SPREAD: self.group_relative, _CUT_OFF: not self.fixed_length}
+        return {event for event, is_sought in sought.items() if not is_sought}
 
     def observe(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step."""
@@ -45,6 +48,7 @@ class SignalWatch:
 
 
 _SHOWN = ("reward", "reward_std", "answer_tokens", "answers_cut_off", "grad_norm")
+_ALL_EQUAL = "all rewards are equal"
 _NO_SPREAD = "no group has a spread of rewards"
 _CUT_OFF = "all answers are cut off"
 
@@ -67,7 +71,7 @@ def _no_gradient(metrics: Metrics) -> bool:
 
 _FINDINGS: tuple[tuple[str, Callable[[Metrics], bool], str], ...] = (
     (
-        "all rewards are equal",
+        _ALL_EQUAL,
         _all_equal,
         "read some answers: the reward may not recognise right ones, or the tasks are too hard, or all are solved",
     ),

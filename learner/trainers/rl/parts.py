@@ -218,7 +218,7 @@ def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) 
     setup.cleanup.callback(publisher.close)
     trackers = setup.build_trackers()
     assert setup.events is not None, "rank 0 has no event log"
-    events = setup.events
+    events, algorithms = setup.events, config.algorithms.values()
     fleet = FleetRecord(config.paths, events, started=setup.started)
     reporter = RLReporter(
         trackers,
@@ -226,7 +226,8 @@ def open_root_services(setup: RankSetup, incarnation: str, gpus: Sequence[str]) 
         steps=config.learner.steps,
         dtype=config.model.dtype_here,
         signal=SignalWatch(
-            group_relative=config.learner.advantage.group_relative and config.learner.streams.rl > 0,
+            rewarded=any(each.streams.rl for each in algorithms),
+            group_relative=all(each.advantage.group_relative and each.streams.rl for each in algorithms),
             fixed_length=has_fixed_length(config.rollout.sampling),
         ),
         eval_reward=config.eval.reward,

@@ -57,8 +57,8 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
         figures.append(0.1)
     learner.loop.reporter = root.reporter = RLReporter(
         [JsonlTracker(config.paths.metrics)], sync, steps=STEPS, dtype="float32",
-        signal=SignalWatch(group_relative=True, fixed_length=False), eval_reward=None, started=time.monotonic(),
-        records=build_records(config.paths),
+        signal=SignalWatch(rewarded=True, group_relative=True, fixed_length=False),
+        eval_reward=None, started=time.monotonic(), records=build_records(config.paths),
     )  # fmt: skip
     third = third_step(groups, config)
     of_own_version = replace(third.rows, versions_BT=torch.full_like(third.rows.versions_BT, STEPS - 1))

@@ -25,7 +25,7 @@ from tests.learner.metrics.test_summary import STATE, step
 
 
 def build_reporter(folder: RunPaths, *trackers: Tracker) -> RLReporter:
-    signal = SignalWatch(group_relative=True, fixed_length=False)
+    signal = SignalWatch(rewarded=True, group_relative=True, fixed_length=False)
     return RLReporter(
         trackers,
         SyncMetrics(),

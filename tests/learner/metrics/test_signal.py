@@ -28,7 +28,7 @@ def warnings(watch: SignalWatch, *steps: Mapping[str, float]) -> list[tuple[str,
     ("figures", "word"), [(EQUAL, "equal"), (NO_SPREAD, "spread"), (CUT_OFF, "cut off"), (NO_GRADIENT, "gradient")]
 )
 def test_finding_is_logged_once_until_it_ends(figures: Mapping[str, float], word: str) -> None:
-    watch = SignalWatch(group_relative=True, fixed_length=False)
+    watch = SignalWatch(rewarded=True, group_relative=True, fixed_length=False)
     again = 2 * STEPS_IN_A_ROW + 2
     steps = [figures] * (STEPS_IN_A_ROW + 1) + [SOUND] + [figures] * STEPS_IN_A_ROW
     found = warnings(watch, *steps)
@@ -38,12 +38,14 @@ def test_finding_is_logged_once_until_it_ends(figures: Mapping[str, float], word
 
 def test_sound_steps_log_nothing() -> None:
     mixed = [EQUAL, NO_SPREAD, CUT_OFF, NO_GRADIENT, SOUND] * STEPS_IN_A_ROW
-    assert warnings(SignalWatch(group_relative=True, fixed_length=False), *mixed) == []
+    assert warnings(SignalWatch(rewarded=True, group_relative=True, fixed_length=False), *mixed) == []
 
 
 def test_expected_findings_are_none() -> None:
-    watch = SignalWatch(group_relative=False, fixed_length=True)
+    watch = SignalWatch(rewarded=True, group_relative=False, fixed_length=True)
     assert warnings(watch, *[NO_SPREAD | CUT_OFF] * STEPS_IN_A_ROW) == []
+    distillation = SignalWatch(rewarded=False, group_relative=False, fixed_length=False)
+    assert warnings(distillation, *[EQUAL] * STEPS_IN_A_ROW) == []
 
 
 @pytest.mark.parametrize(
