@@ -76,11 +76,13 @@ class Forked:
         self._process.kill()
 
 
-def run_to_end(context: ForkServerContext, module: str, *arguments: object, output: Path) -> None:
+def run_to_end(
+    context: ForkServerContext, module: str, *arguments: object, output: Path, deadline_s: float = 2 * DEADLINE_S
+) -> None:
     """A command line's process, which must end with 0; all that it prints goes to `output`."""
     process = Forked(context, module, [*map(str, arguments)], output)
     try:
-        code = process.wait(2 * DEADLINE_S)
+        code = process.wait(deadline_s)
     finally:
         process.kill()
     assert code == 0, output.read_text()[-4000:]

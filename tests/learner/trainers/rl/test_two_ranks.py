@@ -47,6 +47,10 @@ from tests.learner.trainers.rl.two_ranks import (
 from tests.pipeline.forked import run_to_end
 from tests.vision import gradient_norms, write_vision_model
 
+DEADLINE_S = 900
+"""The ranks train all variants one after the other, which takes minutes on a busy machine."""
+pytestmark = pytest.mark.timeout(DEADLINE_S)
+
 
 @dataclass(frozen=True)
 class TwoRanks:
@@ -75,7 +79,10 @@ def two_ranks(digits_model: Path, forks: ForkServerContext, tmp_path_factory: py
     record_with_experts(folder / "groups-with-experts", 2, config)
     record(folder / "groups-of-envs", 2, config, mixed_groups)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    run_to_end(forks, "tests.learner.trainers.rl.two_ranks", folder, free_port(), output=folder / "output")
+    run_to_end(
+        forks, "tests.learner.trainers.rl.two_ranks", folder, free_port(),
+        output=folder / "output", deadline_s=0.9 * DEADLINE_S,
+    )  # fmt: skip
     return TwoRanks(config, folder)
 
 
