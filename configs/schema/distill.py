@@ -6,6 +6,7 @@ from typing import Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.schema.base import Seconds, Section, UserPath
+from slipstream.configs.schema.rollout import SamplingConfig
 
 CONTEXT_FIELDS: Final = ("prompt", "reference", "solution", "feedback")
 """What a teacher's context may name."""
@@ -133,9 +134,14 @@ class DistillConfig(Section):
             raise ValueError("top_k is of the other losses; loss: advantage needs the log-prob of the action alone")
         return self
 
-    def problems(self, *, temperature: float, context_parallel: int) -> list[str]:
+    def problems(self, sampling: SamplingConfig, *, context_parallel: int) -> list[str]:
         """Combinations with other settings that can't work."""
-        problems = []
+        problems, temperature = [], sampling.temperature
+        if sampling.top_k is not None:
+            problems.append(
+                f"learner.distill: a teacher's distribution is over all tokens, and rollout.sampling.top_k="
+                f"{sampling.top_k} leaves the policy some of them; leave top_k and top_p out"
+            )
         if self.engines and temperature != 1:
             problems.append(
                 f"learner.distill.teachers: a url gives log-probs at temperature 1, and rollout.sampling.temperature="

@@ -475,7 +475,8 @@ class LearnerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Parts of the objective for the groups of one env of a mixture; what is unset is as under `learner`."""
+    """Parts of the objective for the groups of one env of a mixture, each in place of the whole one under `learner`; a
+    part that is unset is the learner's."""
 
     advantage: AdvantageConfig | None = None
     loss: LossConfig | None = None

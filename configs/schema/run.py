@@ -256,9 +256,7 @@ class RunConfig(Section):
         learner = self.learner
         if learner.distill is None:
             return []
-        problems = learner.distill.problems(
-            temperature=self.rollout.sampling.temperature, context_parallel=learner.parallel.cp
-        )
+        problems = learner.distill.problems(self.rollout.sampling, context_parallel=learner.parallel.cp)
         labels = [str(each.get("label") or each.get("name")) for each in self._mixed_envs]
         problems += [
             f"learner.distill.teachers.{number}.env={teacher.env} is no label of an env in env.options.envs"
@@ -271,7 +269,7 @@ class RunConfig(Section):
         return problems
 
     def _reward_problems(self) -> list[str]:
-        trained = bool(self.learner.streams.rl)
+        trained = any(algorithm.streams.rl for algorithm in self.algorithms.values())
         if trained and not self.rewards:  # not min_length: that also complains when a term is wrong
             return ["rewards must name at least one term"]
         problems = []
@@ -287,8 +285,12 @@ class RunConfig(Section):
         problems = []
         for label, algorithm in list(self.algorithms.items())[1:]:
             where = f"env.options.envs, algorithm of {label}"
-            if algorithm.advantage.name == "gae" and algorithm.advantage != self.learner.advantage:
-                problems.append(f"{where}: gae is for all envs; set it under learner.advantage")
+            own, common = algorithm.advantage, self.learner.advantage
+            if own != common and {own.name, common.name} & {"gae", "prime"}:
+                problems.append(
+                    f"{where}: {own.name} beside learner.advantage={common.name}: gae and prime train a model on the "
+                    "answers of all envs; set them under learner.advantage alone, for all envs"
+                )
             elif algorithm.correction.reference_ess != self.learner.correction.reference_ess:
                 problems.append(
                     f"{where}: correction.reference_ess acts on the learning rate, which all envs share; set it under "
