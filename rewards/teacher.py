@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 from slipstream.configs.schema.distill import TeacherConfig
@@ -120,8 +121,9 @@ class TeacherServer:
         wanted = self._top_k or 0
         if any(len(each) != wanted for each in top):
             raise ValueError(f"fewer than {wanted} likeliest tokens")
-        if not all(each <= 0.0 for each in logprobs):  # NaN is not
-            raise ValueError("a log-prob is no number of at most 0")
+        likeliest = [logprob for each in top for _, logprob in each]
+        if not all(map(isfinite, [*logprobs, *likeliest])) or max(logprobs, default=0.0) > 0:
+            raise ValueError("a log-prob is no finite number of at most 0")
         if any(not 0 <= token < self._vocabulary for each in top for token, _ in each):
             raise ValueError(f"a likeliest token is none of the policy's {self._vocabulary}")
         return TokenScores(

@@ -240,6 +240,18 @@ async def test_a_server_that_fails_costs_the_group(model: Path) -> None:
     assert failed.value.lengths == [3, 2, 1]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+async def test_log_probs_that_are_not_finite_cost_the_group(
+    bad: float, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Served, "logprobs", lambda self, token_ids: torch.full((len(token_ids), len(TOKENS)), bad))
+    with server(model) as (url, _):
+        playing = await open_player(run_config({"url": url}, loss="advantage"), model)
+        with pytest.raises(EpisodeFailed) as failed:
+            await playing.play("train", 0, samples=3)
+    assert failed.value.reason == "teacher_unavailable"
+
+
 async def test_held_out_answers_need_no_teacher(model: Path) -> None:
     with server(model, failures=10**6) as (url, _):
         playing = await open_player(run_config({"url": url}, loss="advantage"), model)
