@@ -112,7 +112,7 @@ def prime(inputs: AdvantageInputs, *, gamma: float, process_weight: float) -> Te
     mask_BT, groups = inputs.mask_BT, inputs.groups
     process_BT = required(inputs.process_rewards_BT, "process_rewards_BT") * mask_BT
     size_B = groups.size(mask_BT.dtype)
-    mean_B = process_BT.sum(-1) / mask_BT.sum(-1)
+    mean_B = process_BT.sum(-1) / mask_BT.sum(-1).clamp(min=1)
     others_B = (groups.sum(mean_B) - mean_B) / (size_B - 1).clamp(min=1)
     centred_BT = (process_BT - others_B[:, None]) * mask_BT * (size_B > 1)[:, None]
     return rloo(inputs) + process_weight * discounted_sum(centred_BT, gamma) * mask_BT

@@ -97,6 +97,10 @@ def test_prime_adds_leave_one_out_advantages_of_outcome_and_process() -> None:
         [1 + 0.1 * (0.5 + 0.8 * 2.5), 1 + 0.1 * 2.5], [-0.5 + 0.1 * 0, 0], [-0.5 - 0.1 * 1.5, 0], [0, 0]
     )
     torch.testing.assert_close(prime(inputs, gamma=0.8, process_weight=0.1), expected_BT)
+    without_actions = replace(
+        batch([[1.0, 0.0]], lengths=[2, 1]), mask_BT=matrix([1, 1], [0, 0]), process_rewards_BT=matrix([1, 3], [9, 9])
+    )
+    torch.testing.assert_close(prime(without_actions, gamma=0.8, process_weight=0.1), matrix([1.34, 1.3], [0, 0]))
 
 
 def test_gdpo_scales_terms_and_whitens_their_sum_over_episodes() -> None:
