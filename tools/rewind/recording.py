@@ -47,8 +47,8 @@ class Recording:
         folder, config = find_run(None if run is None else str(run))
         if not config.uses_buffer:
             raise SlipstreamError(
-                f"run {config.run.name} has no recorded steps: those of the trainer rl are, and it is a training of the "
-                f"kind {config.learner.trainer.name}"
+                f"run {config.run.name} has no recorded steps: only the trainer rl records them, and it is one of "
+                f"{config.learner.trainer.name}"
             )
         try:
             steps = read_step_records(folder.steps)
