@@ -239,6 +239,8 @@ class PolicyEncoder:
             sequence = sequence_of(answer)
             if not sequence.action_mask[1:].any():
                 raise UnusableRow("no_target", "an answer is empty")
+            if sequence.token_ids.max() >= self._token_ids:
+                raise UnusableRow("malformed", f"token {sequence.token_ids.max()} is none of the model's")
             return sequence
         if isinstance(answer, Completion) and not answer.prompt:
             raise UnusableRow("malformed", "has no prompt, and the texts do not say where the answers begin")
@@ -246,6 +248,11 @@ class PolicyEncoder:
         if len(sequences) > 1:
             raise UnusableRow("template", "the chat template changes earlier turns, so that it is no sequence")
         return sequences[0]
+
+    @cached_property
+    def _token_ids(self) -> int:
+        """The model's number of token ids."""
+        return self.tokenizer.vocab_size
 
 
 @dataclass(frozen=True)
