@@ -31,6 +31,7 @@ def main() -> None:
         metavar="SERVER",
         nargs="?",
         const="",
+        type=server_prefix,
         help="serve nothing: exit with 0 if the running service answers, and has a rollout server whose name begins so",
     )
     arguments, config = read_run_arguments(parser)
@@ -45,6 +46,15 @@ def main() -> None:
         for problem in error.problems:
             get_log("buffer.cli").error("buffer failed", error=problem)
         sys.exit(error.exit_code)
+
+
+def server_prefix(text: str) -> str:
+    """Argument type: the beginning of a server's name. Without this, an override behind `--ping` would be one."""
+    from argparse import ArgumentTypeError
+
+    if "=" in text:
+        raise ArgumentTypeError(f"{text} is no server; put what changes a key before --ping")
+    return text
 
 
 def ping(config: "RunConfig", server: str) -> int:

@@ -1,10 +1,15 @@
 """Teachers of a distillation that are inference servers: log-probs of an answer's tokens, and the likeliest ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+<<<<<<< HEAD
 from math import isfinite
+=======
+from functools import partial
+>>>>>>> review-trainers
 from typing import Any, Final
 
+from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.schema.distill import TeacherConfig
 from slipstream.rewards.endpoint import Endpoint
 
@@ -55,7 +60,7 @@ class TeacherServer:
                 "logprob_start_len": first - 1,
                 "top_logprobs_num": self._top_k or 0,
             }
-            return await self.endpoint.ask("/generate", body, lambda reply: self._of_sglang(reply, token_ids, tokens))
+            return await self.endpoint.ask("/generate", body, partial(_read, self._of_sglang, token_ids, tokens))
         body = {
             "model": await self._name(),
             "prompt": list(token_ids),
@@ -63,7 +68,7 @@ class TeacherServer:
             "temperature": 1.0,
             "prompt_logprobs": self._top_k or 0,
         }
-        return await self.endpoint.ask("/v1/completions", body, lambda reply: self._of_vllm(reply, token_ids, tokens))
+        return await self.endpoint.ask("/v1/completions", body, partial(_read, self._of_vllm, token_ids, tokens))
 
     async def detokenized(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included. Raises: RewardUnavailable."""
@@ -129,6 +134,19 @@ class TeacherServer:
         return TokenScores(
             logprobs, [[token for token, _ in each] for each in top], [[logprob for _, logprob in each] for each in top]
         )
+
+
+def _read(
+    scores: Callable[[Any, Sequence[int], Sequence[int]], TokenScores],
+    token_ids: Sequence[int],
+    tokens: Sequence[int],
+    reply: Any,
+) -> TokenScores:
+    """Raises: ValueError for a reply of another shape."""
+    try:
+        return scores(reply, token_ids, tokens)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"log-probs of another form: {format_error(error)}") from error
 
 
 def _first(reply: Any, name: str) -> Any:

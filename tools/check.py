@@ -38,6 +38,7 @@ from slipstream.rollout_servers.plugins import env_problems
 from slipstream.tools.check_rows import RowsReport, check_rows
 
 if TYPE_CHECKING:
+    from slipstream.learner.models.load import ModelOptions
     from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 
 SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
@@ -130,12 +131,17 @@ def _check_learner(config: RunConfig) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         model = _model(config, Path(folder))
         from slipstream.learner.models.load import ModelOptions, check_model
+        from slipstream.learner.trainers.assemble import find_trainer
 
-        try:
-            scalar = config.learner.trainer.name in SCALAR_TRAINERS
-            check_model(model, ModelOptions.of(config.model, config.learner), language_head=not scalar)
-        except ConfigError as error:
-            report.problems += error.problems
+        trainer, options = config.learner.trainer, ModelOptions.of(config.model, config.learner)
+        language_head = trainer.name not in SCALAR_TRAINERS
+        report.problems += find_trainer(trainer).problems(config)
+        report.problems += _found_by(
+            [
+                partial(check_model, model, options, language_head=language_head),
+                *(_teacher_checks(config, options) if trainer.name == "distill" else ()),
+            ]
+        )
         report.rows = check_rows(config, model)
     report.problems += report.rows.problems
     report.warnings += report.rows.warnings
@@ -167,11 +173,28 @@ def _model_problems(config: RunConfig, model: Path) -> list[str]:
     if learner.kl is not None and learner.kl.reference is not None:
         reference = model_folder("learner.kl.reference", learner.kl.reference)
         steps.append(lambda: check_model(reference, replace(options, lora=None)))
-    for number, teacher in enumerate(() if learner.distill is None else learner.distill.teachers):
-        if teacher.model is not None:
-            folder = model_folder(f"learner.distill.teachers.{number}.model", teacher.model)
-            steps.append(partial(check_model, folder, replace(options, lora=None)))
-    problems = engine_problems(config.rollout.engine, config.weights, model)
+    steps += _teacher_checks(config, options)
+    return [*engine_problems(config.rollout.engine, config.weights, model), *_found_by(steps)]
+
+
+def _teacher_checks(config: RunConfig, options: "ModelOptions") -> list[Callable[[], object]]:
+    """Checks of the teachers that are models in the learner."""
+    from slipstream.learner.models.load import check_model
+
+    def check_teacher(number: int, path: Path) -> None:
+        check_model(model_folder(f"learner.distill.teachers.{number}.model", path), replace(options, lora=None))
+
+    teachers = () if config.learner.distill is None else config.learner.distill.teachers
+    return [
+        partial(check_teacher, number, teacher.model)
+        for number, teacher in enumerate(teachers)
+        if teacher.model is not None
+    ]
+
+
+def _found_by(steps: Sequence[Callable[[], object]]) -> list[str]:
+    """The problems of all steps."""
+    problems: list[str] = []
     for step in steps:
         try:
             step()

@@ -63,7 +63,7 @@ def check_rows(config: RunConfig, model: Path) -> RowsReport:
         report.warnings.append(f"learner.trainer={options.name} reads rows of its own, which are not checked")
         report.counts = {"train": 0, "validation": 0}
         return report
-    order, held_out = open_trainer_rows(options, config.run.seed)
+    order, held_out = open_trainer_rows(options, model, config.run.seed)
     report.counts = {"train": order.rows, "validation": len(held_out)}
     encode, tokenizer = kind.encoder(config, model), Tokenizer(model)
     sources = {f"learner.trainer.data.{number}": source for number, source in enumerate(order.sources)}

@@ -71,6 +71,7 @@ class FitReport:
     host: dict[str, float]
     """On the host, for each of them."""
     engine: dict[str, float]
+    """Empty without an engine: a training that is a learner alone."""
     version_bytes: float
     """Size of a version of the weights as it goes to the engines."""
     sequences: int
@@ -89,8 +90,8 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
-        """True if learner and engine fit."""
-        return self.learner_fits and self.sequences > 0
+        """True if learner and engine, if there is one, fit."""
+        return self.learner_fits and (not self.engine or self.sequences > 0)
 
     @property
     def text(self) -> str:
@@ -104,10 +105,11 @@ class FitReport:
         verdict = "fits" if self.learner_fits else f"{short}, as {MARGIN:.0%} must stay free"
         lines.append(f"  {'each GPU of the learner':<26}{_amount(needed)} of {self.gpu_memory / GB:g} GB: {verdict}")
         lines += [f"  on the host: {name:<13}{_amount(size)}" for name, size in self.host.items()]
-        lines.append("engine")
-        lines += [f"  {name:<26}{_amount(size)}" for name, size in self.engine.items()]
-        verdict = "fits" if self.sequences else "DOES NOT FIT"
-        lines.append(f"  {'longest sequences':<26}{self.sequences:9,d} at once: {verdict}")
+        if self.engine:
+            lines.append("engine")
+            lines += [f"  {name:<26}{_amount(size)}" for name, size in self.engine.items()]
+            verdict = "fits" if self.sequences else "DOES NOT FIT"
+            lines.append(f"  {'longest sequences':<26}{self.sequences:9,d} at once: {verdict}")
         lines += [f"remedy for the learner: {remedy}" for remedy in self.remedies]
         if self.proposed is not None:
             lines.append(f"a mesh that fits: {self.proposed}")
@@ -158,12 +160,14 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
         estimate = estimator.engine(changed, dtype=setting.dtype, gpu_bytes=gpu_bytes)
         return estimate.sequences(changed.max_model_len)
 
-    changes = _changes(config.rollout.engine.max_model_len)
+    # Without an engine, the longest sequence is by the budget itself.
+    changes = _changes(config.rollout.engine.max_model_len if config.uses_buffer else setting.tokens)
     remedies, proposed = list[str](), None
     if not fits(setting):
         remedies = _remedies(setting, changes, fits)
         proposed = _proposed(setting, changes, model, fits, gpus=gpus, parallel=config.learner.parallel)
-    ranks = None if engine.sequences(config.rollout.engine.max_model_len) else _ranks(sequences)
+    held = engine.sequences(config.rollout.engine.max_model_len) if config.uses_buffer else 0
+    ranks = _ranks(sequences) if config.uses_buffer and not held else None
     return FitReport(
         parameters=estimator.size.total,
         gpu_memory=gpu_bytes,
@@ -176,9 +180,11 @@ def fit(config: RunConfig, *, gpus: int, gpu_bytes: float) -> FitReport:
             "KV cache": engine.cache,
             "CUDA, work": ENGINE_WORK_BYTES,
             "KV cache per 1,000 tokens": 1000 * engine.per_token,
-        },
+        }
+        if config.uses_buffer
+        else {},
         version_bytes=estimator.version_bytes(setting),
-        sequences=engine.sequences(config.rollout.engine.max_model_len),
+        sequences=held,
         remedies=remedies,
         proposed=proposed,
         engine_remedy=None if ranks is None else f"rollout.engine.options.tensor_parallel_size={ranks}",

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.configs.schema.trainers import FileTrainer
 from slipstream.learner.models import fused_head
 from slipstream.learner.models.footprint import ActivationBytes, ModelSize, activation_bytes
 from slipstream.learner.models.layers import Checkpointing
@@ -59,19 +60,21 @@ class LearnerSetting:
     def of(cls, config: RunConfig, mesh: MeshSizes) -> "LearnerSetting":
         """The setting of a run's learner."""
         learner = config.learner
+        is_rl = config.uses_buffer
+        distill = learner.distill if is_rl or learner.trainer.name == "distill" else None
         return cls(
             mesh=mesh,
             # `auto` is that of a GPU, which this machine may not have.
             dtype=torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype),
-            tokens=max(learner.token_budget, config.rollout.engine.max_model_len - 1),
+            tokens=max(learner.token_budget, _longest(config)),
             logits_bytes=learner.logits_bytes,
             checkpointing=learner.activation_checkpointing,
             optimizer=learner.optimizer.name,
             offload=learner.offload,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
-            reference=learner.kl is not None or (learner.distill is not None and learner.distill.holds_models),
-            critic=learner.critic is not None,
-            process_reward=learner.process_reward is not None,
+            reference=(is_rl and learner.kl is not None) or (distill is not None and distill.holds_models),
+            critic=is_rl and learner.critic is not None,
+            process_reward=is_rl and learner.process_reward is not None,
         )
 
     @property
@@ -83,6 +86,15 @@ class LearnerSetting:
     def shards(self) -> int:
         """Parts of a copy of the model."""
         return self.mesh.dp_shard * self.mesh.cp * self.mesh.tp
+
+
+def _longest(config: RunConfig) -> int:
+    """Input tokens of what can't be divided among micro-batches: a sequence, or both of a pair."""
+    options = config.learner.trainer
+    if isinstance(options, FileTrainer):
+        longest = config.learner.token_budget if options.max_tokens is None else options.max_tokens
+        return (2 if options.pairs else 1) * (longest - 1)
+    return config.rollout.engine.max_model_len - 1 if config.uses_buffer else 0
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def read_demonstration(row: Row, config: DataConfig) -> Chat | Completion:
     Raises: UnusableRow when it is malformed.
     """
     messages, text = column(row, config, "messages"), column(row, config, "text")
-    prompt, completion = column(row, config, "prompt", PROMPTS), column(row, config, "completion", COMPLETIONS)
+    prompt, completion = prompt_of(row, config), column(row, config, "completion", COMPLETIONS)
     tools = tools_of(column(row, config, "tools"))
     if messages is not None:
         return Chat(messages_of(messages), tools)
@@ -73,6 +73,19 @@ def column(row: Row, config: DataConfig, name: str, others: Sequence[str] = ()) 
         return plain(value_at(row, config.columns[name]), images=True)
     found = next((key for key in others or (name,) if row.get(key) is not None), None)
     return None if found is None else plain(row[found], images=True)
+
+
+def prompt_of(row: Row, config: DataConfig) -> Any:
+    """The value of the prompt's column; None if there is none.
+
+    Raises: UnusableRow for an instruction with an input of its own, which would be lost.
+    """
+    if "prompt" not in config.columns and row.get("instruction") and row.get("input") and row.get("prompt") is None:
+        raise UnusableRow(
+            "malformed",
+            "has an instruction and an input: join them in one column, or choose one (learner.trainer.data.columns)",
+        )
+    return column(row, config, "prompt", PROMPTS)
 
 
 def with_completion(
@@ -107,7 +120,11 @@ def _message(value: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise UnusableRow("malformed", f"the content of a message must be a text: {_short(value)}")
     message = {**value, "content": content}
-    return message if not calls else {**message, "tool_calls": [_call(each) for each in calls]}
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise UnusableRow("malformed", f"tool_calls must be a list: {_short(calls)}")
+    return {**message, "tool_calls": [_call(each) for each in calls]}
 
 
 def _call(value: Any) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.configs.schema.trainers import DataConfig
 from slipstream.learner.data.chat import (
     COMPLETIONS,
-    PROMPTS,
     Chat,
     Completion,
     DemonstrationEncoder,
     Message,
     column,
     messages_of,
+    prompt_of,
     tools_of,
     with_completion,
 )
@@ -132,9 +132,7 @@ def read_pair(row: Row, source: DataConfig, encode: EncodeAnswer) -> PairExample
     if answers[0] == answers[1]:
         raise UnusableRow("no_preference", "chosen and rejected are the same")
     margin = column(row, source, "margin")
-    pair_of = _pair(
-        column(row, source, "prompt", PROMPTS), answers, tools_of(column(row, source, "tools")), chat=source.chat
-    )
+    pair_of = _pair(prompt_of(row, source), answers, tools_of(column(row, source, "tools")), chat=source.chat)
     return PairExample([encode(each) for each in pair_of], 0.0 if margin is None else _number(margin, "margin"))
 
 
@@ -195,12 +193,13 @@ def _number(value: Any, name: str) -> float:
 
 
 def _completion(row: Row, source: DataConfig) -> Chat | Completion:
-    prompt, completion = column(row, source, "prompt", PROMPTS), column(row, source, "completion", COMPLETIONS)
+    prompt, completion = prompt_of(row, source), column(row, source, "completion", COMPLETIONS)
     if completion is None:
         raise UnusableRow("malformed", f"has no completion (learner.trainer.data.columns), but {sorted(row)}")
+    tools = tools_of(column(row, source, "tools"))
     if prompt is None:
-        return _whole_chat(completion, completion, ())[0]
-    return with_completion(prompt, completion, tools_of(column(row, source, "tools")), chat=source.chat)
+        return _whole_chat(completion, completion, tools)[0]
+    return with_completion(prompt, completion, tools, chat=source.chat)
 
 
 def _pair(prompt: Any, answers: Sequence[Any], tools: Sequence[Message], *, chat: bool) -> list[Chat | Completion]:
@@ -240,6 +239,8 @@ class PolicyEncoder:
             sequence = sequence_of(answer)
             if not sequence.action_mask[1:].any():
                 raise UnusableRow("no_target", "an answer is empty")
+            if sequence.token_ids.max() >= self._token_ids:
+                raise UnusableRow("malformed", f"token {sequence.token_ids.max()} is none of the model's")
             return sequence
         if isinstance(answer, Completion) and not answer.prompt:
             raise UnusableRow("malformed", "has no prompt, and the texts do not say where the answers begin")
@@ -247,6 +248,11 @@ class PolicyEncoder:
         if len(sequences) > 1:
             raise UnusableRow("template", "the chat template changes earlier turns, so that it is no sequence")
         return sequences[0]
+
+    @cached_property
+    def _token_ids(self) -> int:
+        """The model's number of token ids."""
+        return self.tokenizer.vocab_size
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,21 @@ def require_same_tokens(key: str, path: Path, policy: Path, *, vocabulary: int, 
 
 def _problem(path: Path, policy: Path, vocabulary: int) -> str | None:
     try:
-        tokens, model_tokens = _tokens(policy), _tokens(path)
+        last = max(_tokens(policy).values(), default=0)
+        if last >= vocabulary:
+            return f"it has {vocabulary} tokens, the policy's tokenizer has {last + 1}"
+        return token_difference(path, policy)
     except ConfigError as error:
         return str(error)
-    last = max(tokens.values(), default=0)
-    if last >= vocabulary:
-        return f"it has {vocabulary} tokens, the policy's tokenizer has {last + 1}"
-    for token, number in tokens.items():
+
+
+def token_difference(path: Path, policy: Path) -> str | None:
+    """A token that a model's tokenizer has under another id than the policy's; None if there is none, or no tokenizer.
+
+    Raises: ConfigError when a tokenizer can't be read.
+    """
+    model_tokens = _tokens(path)
+    for token, number in _tokens(policy).items():
         if model_tokens.get(token, number) != number:
             return f"the token {token!r} has id {model_tokens[token]}, and {number} in the policy's tokenizer"
     return None

@@ -78,6 +78,8 @@ def test_service_ends_with_the_run(make_config: MakeConfig, tmp_path: Path) -> N
         assert process.wait(PATIENCE_S) == 0
     with buffer(config, tmp_path, "buffer.reply_deadline_s=0.1", "--ping") as asking:
         assert asking.wait(PATIENCE_S) == 1
+    with buffer(config, tmp_path, "--ping", "buffer.reply_deadline_s=0.1") as refused:  # no server has such a name
+        assert refused.wait(PATIENCE_S) == 2
 
 
 def test_signal_stops_wait_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:

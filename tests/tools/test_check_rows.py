@@ -37,6 +37,22 @@ def test_targets_are_marked_and_rows_counted(tmp_path: Path, capsys: pytest.Capt
     assert "no problems" in text
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ([], "learner.distill"),
+        (["learner.distill={teachers: [{model: no/folder}]}"], "learner.distill.teachers.0.model"),
+    ],
+)
+def test_distillation_without_its_teacher_is_a_problem(
+    options: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["learner.trainer.name=distill", "learner.streams.ref_kl=1", *options]
+    code, text = checked(tmp_path, capsys, *given, good=GOOD)
+    assert code == 1
+    assert key in next(line for line in text.splitlines() if line.startswith("problem: "))
+
+
 def test_source_without_usable_rows_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = checked(tmp_path, capsys, "--json", good=GOOD, bad=[LONG, LONG])
     found = json.loads(text)

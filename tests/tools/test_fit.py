@@ -52,6 +52,16 @@ def test_remedies_are_named_where_memory_is_short() -> None:
     assert offloaded.host.keys() == {"weights", "gradients", "optimizer"}
 
 
+@pytest.mark.parametrize(
+    ("trainer", "longest"), [("{name: sft, data: rows.jsonl}", 16384), ("{name: dpo, data: rows.jsonl}", 2 * 16383)]
+)
+def test_learner_alone_has_no_engine(trainer: str, longest: int) -> None:
+    report = report_of("Qwen3-8B", "learner.token_budget=16384", f"learner.trainer={trainer}", gpus=8)
+    assert report.tokens == longest, "both answers of a pair are in one micro-batch"
+    assert report.fits and not report.engine and report.engine_remedy is None
+    assert "engine" not in report.text
+
+
 def test_adapters_have_the_only_gradients() -> None:
     report = report_of("Qwen3-32B", TWO_GPUS_EACH, "model.lora.rank=16", gpus=4)
     assert report.fits

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -11,9 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.tools.follow import MISSING, number
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 BALANCED_WITHIN = 0.05

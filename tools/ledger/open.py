@@ -47,6 +47,10 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
     Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read.
     """
     folder, config = find_run(run)
+    if not config.uses_buffer:
+        raise SlipstreamError(
+            f"run {config.run.name} has no ledger: a training of the kind {config.learner.trainer.name} has no buffer"
+        )
     with _reachable(folder, config.redis, run=config.run.name) as (reached, live):
 
         async def open_and_work() -> int:

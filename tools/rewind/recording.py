@@ -44,7 +44,12 @@ class Recording:
 
         Raises: ConfigError when there is no such run, SlipstreamError when it has no recorded steps.
         """
-        folder, _ = find_run(None if run is None else str(run))
+        folder, config = find_run(None if run is None else str(run))
+        if not config.uses_buffer:
+            raise SlipstreamError(
+                f"run {config.run.name} has no recorded steps: only the trainer rl records them, and it is one of "
+                f"{config.learner.trainer.name}"
+            )
         try:
             steps = read_step_records(folder.steps)
         except OSError as error:

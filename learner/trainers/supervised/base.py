@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import span
@@ -27,6 +28,7 @@ from slipstream.learner.data.packing import aligned
 from slipstream.learner.data.row_order import RowOrder, RowRef, Source, open_rows
 from slipstream.learner.metrics.file_reporter import FileReporter
 from slipstream.learner.models.flops import ModelFlops
+from slipstream.learner.models.identity import token_difference
 from slipstream.learner.parallel.fsdp import reshard
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.base import Trainer
@@ -101,7 +103,9 @@ class SupervisedTrainer(Trainer[RowBatch[E]]):
         """
         options = setup.config.learner.trainer
         assert isinstance(options, FileTrainer), "the section of a trainer of this kind"
-        order, held_out = setup.world.on_all_ranks(lambda: open_trainer_rows(options, setup.config.run.seed))
+        order, held_out = setup.world.on_all_ranks(
+            lambda: open_trainer_rows(options, setup.initial_model, setup.config.run.seed)
+        )
         encode = setup.world.on_all_ranks(lambda: cls.encoder(setup.config, setup.initial_model))
         setup.world.on_all_ranks(lambda: require_usable_rows(setup.config, order.sources, encode))
         reporter = _reporter(setup, setup.world.gather(gpu_id(setup.world.device)))
@@ -372,16 +376,38 @@ def require_usable_rows(
         raise ConfigError(problems)
 
 
-def open_trainer_rows(options: FileTrainer, seed: int) -> tuple[RowOrder, list[RowRef]]:
-    """The training rows of a trainer in their order, and the validation rows. Raises: ConfigError."""
+def open_trainer_rows(options: FileTrainer, model: Path, seed: int) -> tuple[RowOrder, list[RowRef]]:
+    """The training rows of a trainer in their order, and the validation rows.
+
+    Raises: ConfigError when they can't be read, or are of a run whose tokens are not those of the model.
+    """
     validation = options.validation
+    others = () if validation is None else validation.data
+    problems = [problem for source in (*options.data, *others) if (problem := _token_problem(source, model))]
+    if problems:
+        raise ConfigError(problems)
     return open_rows(
         options.data,
-        validation=() if validation is None else validation.data,
+        validation=others,
         held_out=0 if validation is None else validation.rows,
         seed=seed,
         pairs=options.pairs,
     )
+
+
+def _token_problem(source: DataConfig, model: Path) -> str | None:
+    """The reason why a run's answers, which are token ids, mean something else to the model; None if it is not known.
+
+    The tokenizer is that of the model which the run has exported or built.
+    """
+    if source.run is None:
+        return None
+    folders = (RunPaths(source.run).export, RunPaths(source.run).initial_model)
+    found = (difference for folder in folders if (difference := token_difference(folder, model)))
+    difference = next(found, None)
+    if difference is None:
+        return None
+    return f"learner.trainer: run={source.run}: {difference}; train a model with the run's tokenizer"
 
 
 def _read(ref: RowRef) -> Row:

@@ -131,6 +131,8 @@ def test_rows_in_all_forms_are_read(row: dict[str, Any], options: dict[str, Any]
         ({"messages": [{**USER, "content": 1}]}, "malformed"),
         ({"messages": TURNS, "tools": "[{"}, "malformed"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": {"name": "add", "arguments": "[]"}}]}]}, "malformed"),
+        ({"messages": [{**ANSWER, "tool_calls": 1}]}, "malformed"),
+        ({"instruction": "Add.", "input": "1 1", "output": "2"}, "malformed"),
         ({"messages": [{**USER, "content": [{"type": "image"}]}]}, "images"),
         ({"messages": [USER]}, "no_target"),
         ({"messages": [{"role": "user", "content": "\u20ac"}, ANSWER]}, "template"),  # no token has the sign

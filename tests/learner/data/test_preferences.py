@@ -89,6 +89,13 @@ def test_reward_of_a_row_is_the_return_of_all_actions(tokenizer: Tokenizer) -> N
     assert rated.returns_A.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("row", [{"prompt": [USER], "completion": [YES]}, {"completion": [USER, YES]}])
+def test_tools_are_in_the_context_of_single_answers(row: dict[str, Any], tokenizer: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    (rated,) = read_rated({**row, "tools": [tool], "reward": 1}, SOURCE, PolicyEncoder(tokenizer))
+    assert '"add"' in shown(tokenizer, rated.sequences[0])[0]
+
+
 def test_mismatched_has_the_prompt_of_one_and_the_answer_of_another(tokenizer: Tokenizer) -> None:
     one, other = map(PolicyEncoder(tokenizer), (Completion("2+2=", "4"), Completion("a", "bc")))
     assert shown(tokenizer, mismatched(one, other, most_tokens=99)) == ("2+2=", "bc<|im_end|>")

@@ -62,7 +62,7 @@ class OneTask:
 
 
 class Served:
-    """Replies of an inference server, computed by transformers; the first `failures` requests fail.
+    """Replies of an inference server, computed by transformers; the first `failures` are errors, or have no log-probs.
 
     Attributes:
         shifted: the tokenizer has its tokens at other ids.
@@ -86,7 +86,8 @@ class Served:
             return 200, {"prompt": text, "text": text}
         self.requests += 1
         if self.requests <= self.failures:
-            return 503, {"error": "busy"}
+            nothing = {"choices": [{"prompt_logprobs": [None] * len(body.get("prompt", []))}]}
+            return (503, {"error": "busy"}) if self.requests % 2 else (200, nothing)
         return 200, self.of_vllm(body) if path == "/v1/completions" else self.of_sglang(body)
 
     def of_vllm(self, body: Any) -> Any:

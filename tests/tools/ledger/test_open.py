@@ -121,6 +121,14 @@ def test_missing_data_server_or_run_is_named(ledger: CommandLine, make_run: Make
     assert f"'{config.run.name}'" in ledger.err
 
 
+def test_training_without_a_buffer_has_no_ledger(ledger: CommandLine, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    trainer = "{name: sft, data: rows.jsonl}"
+    file.write_text(f"run: {{dir: {tmp_path}}}\nmodel: {{build: digits}}\nlearner: {{trainer: {trainer}}}\n")
+    assert ledger("verify", file) == 1
+    assert "sft" in ledger.err
+
+
 def test_redis_error_is_one_line(ledger: CommandLine, played: RunConfig, redis_url: str) -> None:
     with redis_py.Redis.from_url(redis_url) as client:
         prefix = run_prefix(played.run.name)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,15 +26,17 @@ from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.learner import CriticConfig
-from slipstream.configs.schema.trainers import DataConfig
+from slipstream.configs.schema.trainers import DataConfig, DpoConfig
 from slipstream.learner.algorithms.critic import load_critic
+from slipstream.learner.data.examples import UnusableRow
 from slipstream.learner.data.packing import TokenSequence, all_actions, pack
-from slipstream.learner.data.preferences import RewardEncoder, read_pair
+from slipstream.learner.data.preferences import PolicyEncoder, RewardEncoder, read_pair
 from slipstream.learner.metrics.catalog import CATALOG
 from slipstream.learner.metrics.file_catalog import FILE_CATALOG
 from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.models.scalar_head import ScalarModel, load_scalar_model, scalar_values
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.supervised.base import open_trainer_rows
 from slipstream.models.tiny import TEXT, build_model
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.rewards.functions.reward_model import RewardModel
@@ -185,6 +189,21 @@ def run(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         group = Group(id=str(number), kind=TRAIN, epoch=0, indices=[number], trajectories=answers)
         kept.write(number + 1, 0, {group.id: encode_group(group)})
     return folder
+
+
+def test_groups_of_another_tokenizer_are_refused(run: Path, digits_model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    options = DpoConfig.model_validate({"name": "dpo", "data": {"run": str(other)}})
+    assert open_trainer_rows(options, digits_model, 0)[0].rows == 15, "the run's tokenizer is not known"
+    build_model(RunPaths(other).initial_model, TEXT, seed=0)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        open_trainer_rows(options, digits_model, 0)
+    tokenizer = Tokenizer(digits_model)
+    unknown = np.array([1, tokenizer.vocab_size], "<i4").tobytes()
+    answer = msgspec.structs.replace(recorded_answer(tokenizer, "1", "2"), token_ids=unknown)
+    with pytest.raises(UnusableRow):
+        PolicyEncoder(tokenizer)(msgspec.structs.replace(answer, action_mask=b"\0\1"))
 
 
 def test_policy_learns_from_the_groups_of_a_run(run: Path, digits_model: Path, world: World, tmp_path: Path) -> None:
