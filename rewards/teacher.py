@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-<<<<<<< HEAD
-from math import isfinite
-=======
 from functools import partial
->>>>>>> review-trainers
+from math import isfinite
 from typing import Any, Final
 
 from slipstream.configs.runtime.errors import format_error
