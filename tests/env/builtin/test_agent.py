@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -94,6 +95,23 @@ async def test_other_exit_codes_are_failures(code: str, shown: str) -> None:
     env = agent(command=program(code), exit_rewards={0: 1.0})
     with pytest.raises(AgentFailed, match=shown):
         await env.run_agent(env.task("train", 0), ENDPOINT)
+
+
+@pytest.mark.parametrize("is_daemon", [False, True])
+async def test_children_that_hold_the_output_delay_nothing(tmp_path: Path, is_daemon: bool) -> None:
+    file = tmp_path / "pid"
+    code = (
+        f"import subprocess; child = subprocess.Popen(['sleep', '600'], start_new_session={is_daemon});"
+        f"open({str(file)!r}, 'w').write(str(child.pid)); print('x' * 10**6)"
+    )
+    env = agent(command=program(code), exit_rewards={0: 0.5})
+    async with asyncio.timeout(60):
+        assert await env.run_agent(env.task("train", 0), ENDPOINT) == 0.5
+        pid = int(file.read_text())
+        if is_daemon:
+            os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            await asyncio.sleep(0.01)
 
 
 async def test_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
