@@ -154,12 +154,21 @@ async def test_commands_run_a_few_at_a_time(tmp_path: Path) -> None:
     [
         {"command": "python agent.py"}, {"command": []}, {"command": ["true"], "function": "a:b"}, {"concurrency": 0},
         {"command": ["true"], "exit_rewards": {"zero": 1}}, {"exit_rewards": {0: 1}}, {"function": "no_such:module"},
-        {"tasks": {"name": "no_such_env"}},
+        {"tasks": {"name": "no_such_env"}}, {"command": ["no-such-program-anywhere"]},
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         agent(**options)
+
+
+def unfinished() -> Any:
+    return type("Unfinished", (), {"size": len, "task": len, "fingerprint": len, "run_agent": running})()
+
+
+def test_attributes_of_agents_are_required() -> None:
+    with pytest.raises(ConfigError, match="needs_reward"):
+        build_env(EnvConfig(name=f"{__name__}:unfinished"))
 
 
 def test_agents_play_no_part_of_a_mixture() -> None:
