@@ -177,9 +177,12 @@ async def test_text_far_beyond_the_context_is_not_encoded(
 ) -> None:
     encoded = list[int]()
     encode = Tokenizer.encode_observation
-    monkeypatch.setattr(
-        Tokenizer, "encode_observation", lambda self, text: encoded.append(len(text)) or encode(self, text)
-    )
+
+    def recorded(self: Tokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_observation", recorded)
 
     async def agent(task: Task, endpoint: AgentEndpoint) -> float:
         http = Http.of(endpoint)
