@@ -1,6 +1,7 @@
 """Builds the env that a configuration names, and its tools."""
 
 import inspect
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ def agents(
         raise ConfigError("env agent: give command or function, not both; with neither agents come from outside")
     if isinstance(command, str) or (command is not None and not command):
         raise ConfigError(f"env agent: command={command!r} must be a list, such as [python, agent.py]")
+    if command is not None and shutil.which(str(command[0])) is None:
+        raise ConfigError(f"env agent: command={command!r}: there is no program {str(command[0])!r} on this host")
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ConfigError(f"env agent: concurrency={concurrency!r} must be a whole number from 1")
     run: RunAgent | None = None
@@ -90,6 +93,7 @@ TOOLS: Final = Registry(
 
 _OPTIONS = {"env": "env.options", "tool": "env.tools, options"}
 _METHODS = ("size", "task", "fingerprint")
+_OF_AGENTS = ("from_outside", "needs_reward")
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
@@ -121,6 +125,11 @@ def build_env(config: EnvConfig) -> Env:
         raise ConfigError(
             f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
             "an Env has size(split), task(split, index) and fingerprint()"
+        )
+    if runs_agents(env) and (lacking := [name for name in _OF_AGENTS if not hasattr(env, name)]):
+        raise ConfigError(
+            f"env {config.name!r} made a {type(env).__name__} with run_agent, but without {' and '.join(lacking)}; see "
+            "AgentEnv in env/base.py"
         )
     with _plugin_errors("env", config.name, factory, config.options):
         for split in _SPLITS:

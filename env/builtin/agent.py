@@ -20,6 +20,8 @@ RunAgent = Callable[[Task, AgentEndpoint], Awaitable[float | None] | float | Non
 KEPT_OUTPUT_BYTES: Final = 4096
 """End of what a command printed that is kept for its error."""
 SHOWN_CHARACTERS: Final = 500
+OUTPUT_S: Final = 1.0
+"""Time for the end of the output to arrive; a child that has left the program's process group may hold it open."""
 
 
 class AgentFailed(Exception):
@@ -80,24 +82,33 @@ class Command:
     async def __call__(self, task: Task, endpoint: AgentEndpoint) -> float | None:
         """Runs the program once. Raises: AgentFailed; OSError when it can't be started."""
         async with self._running:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | _environment(endpoint),
-                start_new_session=True,
-            )
-            reading = asyncio.create_task(_tail(process))
+            # A pipe of our own: asyncio's would let `wait` return only when the program's children have closed it, too.
+            reading, writing = os.pipe()
+            output = _Tail()
+            try:
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    lambda: output, os.fdopen(reading, "rb")
+                )
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=writing,
+                    stderr=writing,
+                    env=os.environ | _environment(endpoint),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(writing)
             try:
                 await _feed(process, task)
                 code = await process.wait()
             finally:
-                _kill(process.pid)  # its children too, which may outlive it, and hold the output open
-                output = await reading
+                _kill(process.pid)  # its children too, which may outlive it
+                await asyncio.wait([output.ended], timeout=OUTPUT_S)
+                transport.close()
                 await process.wait()
         if code not in self._rewards:
-            shown = output.decode(errors="replace").strip()[-SHOWN_CHARACTERS:]
+            shown = output.kept.decode(errors="replace").strip()[-SHOWN_CHARACTERS:]
             raise AgentFailed(f"{self._command[0]} ended with code {code}, which stands for no reward: {shown}")
         return self._rewards[code]
 
@@ -116,19 +127,32 @@ def _environment(endpoint: AgentEndpoint) -> dict[str, str]:
 async def _feed(process: asyncio.subprocess.Process, task: Task) -> None:
     assert process.stdin is not None, "it is a pipe"
     shown = {name: value for name, value in asdict(task).items() if name != "images"}
-    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
-        process.stdin.write(json.dumps(shown, default=str).encode())
-        await process.stdin.drain()
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
+            process.stdin.write(json.dumps(shown, default=str).encode())
+            await process.stdin.drain()
+    finally:
         process.stdin.close()
 
 
-async def _tail(process: asyncio.subprocess.Process) -> bytes:
-    """The end of the output, which is read to its end."""
-    assert process.stdout is not None, "it is a pipe"
-    kept = b""
-    while chunk := await process.stdout.read(1 << 16):
-        kept = (kept + chunk)[-KEPT_OUTPUT_BYTES:]
-    return kept
+class _Tail(asyncio.Protocol):
+    """The end of an output.
+
+    Attributes:
+        ended: done once nobody can write any more.
+    """
+
+    def __init__(self) -> None:
+        self.kept = b""
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Keeps the last bytes."""
+        self.kept = (self.kept + data)[-KEPT_OUTPUT_BYTES:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end of the pipe."""
+        self.ended.set_result(None)
 
 
 def _kill(group: int) -> None:

@@ -3,11 +3,25 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, FailureReason
+
+
+@dataclass(frozen=True)
+class Running:
+    """A call.
+
+    Attributes:
+        result: done once the call has ended.
+        cancel: cancels the call.
+    """
+
+    result: "Future[Any]"
+    cancel: Callable[[], object]
 
 
 class EnvLoop:
@@ -22,6 +36,24 @@ class EnvLoop:
     def submit(self, function: Callable[..., Awaitable[Any]], *arguments: object) -> "Future[Any]":
         """The future result of a call; cancelling it cancels the call."""
         return asyncio.run_coroutine_threadsafe(self._guarded(function, arguments), self._loop)
+
+    def start(self, function: Callable[..., Awaitable[Any]], *arguments: object) -> "Running":
+        """Begins a call whose end is seen when it is cancelled."""
+        tasks = list[asyncio.Task[Any]]()
+
+        async def run() -> Any:
+            task = asyncio.current_task()
+            assert task is not None, "a coroutine runs in a task"
+            tasks.append(task)
+            return await self._guarded(function, arguments)
+
+        result = asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+        def cancel() -> None:
+            # Cancelling the future itself would end it at once, and the call some time later.
+            (tasks[0] if tasks else result).cancel()
+
+        return Running(result, lambda: self._loop.call_soon_threadsafe(cancel))
 
     def close(self) -> None:
         """Ends the thread."""

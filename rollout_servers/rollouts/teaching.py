@@ -12,7 +12,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.distill import DistillConfig, TeacherConfig
-from slipstream.env.base import Env, offers_tools
+from slipstream.env.base import Env, offers_tools, runs_agents
 from slipstream.models.tokenizer import PromptError, Tokenizer
 from slipstream.rewards.base import Episode, RewardUnavailable, text_of
 from slipstream.rewards.compose import EpisodeReward
@@ -54,10 +54,10 @@ class Teaching:
         distill = config.learner.distill
         if distill is None:
             return None
-        if offers_tools(env) and any(teacher.context is not None for teacher in distill.teachers):
+        if (offers_tools(env) or runs_agents(env)) and any(teacher.context is not None for teacher in distill.teachers):
             raise ConfigError(
-                f"learner.distill.teachers: the prompts of env {config.env.name!r} offer tools, which a context would "
-                "leave out; remove context"
+                f"learner.distill.teachers: the prompts of env {config.env.name!r} offer tools, or may, as those of "
+                "agents, which a context would leave out; remove context"
             )
         servers = {
             teacher.url: TeacherServer(teacher, top_k=distill.top_k, vocabulary=tokenizer.vocab_size)

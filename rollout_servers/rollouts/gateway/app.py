@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
@@ -23,7 +24,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.rollouts.gateway import anthropic, chat, responses
 from slipstream.rollout_servers.rollouts.gateway.calls import Call, CallRefused
-from slipstream.rollout_servers.rollouts.gateway.session import Answer, Reward, Session, State
+from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Answer, Reward, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Node
 
@@ -31,6 +32,8 @@ log = get_log("rollout.gateway")
 
 MOST_BODY_BYTES: Final = 32 << 20
 """Of a request; images come in it."""
+HEAD_S: Final = 30.0
+"""Time for a request's head to arrive."""
 BODY_S: Final = 60.0
 """Time for a request's body to arrive."""
 RETRY_AFTER_S: Final = 2
@@ -39,6 +42,9 @@ KEEP_ALIVE_S: Final = 5.0
 """Time between two comments that keep a stream's connection open."""
 MOST_CONNECTIONS: Final = 4096
 LARGEST_REWARD: Final = 1e6
+MOST_PARTS: Final = 32
+MOST_NAME: Final = 100
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +113,17 @@ class GatewayApp:
     def _answerer(self, dialect: Dialect) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             session = self._session(request)
-            body = await _body(request)
+            with session.receiving():
+                body = await _body(request)
             with _readable():
                 call = dialect.read(body, session)
-            task = session.call(
-                call,
-                agent=request.headers.get("x-slipstream-agent", "")[:200],
-                trainable=request.headers.get("x-slipstream-trainable", "true").lower() not in ("false", "0"),
-                is_retry=request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
-            )
+                task = session.call(
+                    call,
+                    agent=request.headers.get("x-slipstream-agent", "")[:200],
+                    trainable=request.headers.get("x-slipstream-trainable", "true").lower() not in ("false", "0"),
+                    is_retry=request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+                )
+            del body  # up to 32 MiB, not needed while the call waits
             if not call.stream:
                 result = await asyncio.shield(task)
                 if await request.is_disconnected():
@@ -201,6 +209,13 @@ class GatewayApp:
         value = math.fsum(values)
         if not values or not all(map(math.isfinite, values)) or abs(value) > LARGEST_REWARD:
             raise CallRefused(f"a reward is a finite number, or named ones, up to {LARGEST_REWARD:g}")
+        if len(parts) > MOST_PARTS or any(len(name) > MOST_NAME or name in METRICS for name in parts):
+            raise CallRefused(
+                f"a reward has at most {MOST_PARTS} parts, with names of at most {MOST_NAME} characters and none of "
+                f"{', '.join(METRICS)}"
+            )
+        if body.completion_id is not None and body.agent is not None:
+            raise CallRefused("a reward is that of an answer (completion_id) or of an agent, not of both")
         session.reward(Reward(value, parts, body.completion_id, body.agent))
         return _json({"reward": value})
 
@@ -315,7 +330,38 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(data), status, headers, media_type="application/json")
+    # enc_hook: the info of a task may be of any types.
+    return Response(msgspec.json.encode(data, enc_hook=str), status, headers, media_type="application/json")
+
+
+class _Protocol(H11Protocol):
+    """HTTP that closes a connection on which the head of a request does not arrive in time; h11 bounds its bytes."""
+
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Begins to wait for a request."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Waits for the rest of a request that has begun."""
+        super().data_received(data)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits no longer."""
+        super().connection_lost(exc)
+        if self._head is not None:
+            self._head.cancel()
+
+    def _wait_for_head(self) -> None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._head is None and not is_answering:
+            self._head = self.loop.call_later(HEAD_S, self.transport.close)
+        elif self._head is not None and is_answering:
+            self._head.cancel()
+            self._head = None
 
 
 class _Server(uvicorn.Server):
@@ -348,6 +394,7 @@ async def serving(gateway: Gateway | None, config: RunConfig, server: str) -> As
             GatewayApp(gateway).app(),
             lifespan="off",
             ws="none",
+            http=_Protocol,
             log_config=None,
             log_level="error",
             access_log=False,

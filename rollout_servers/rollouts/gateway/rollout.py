@@ -1,6 +1,8 @@
 """Episodes that agents play through the gateway."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.configs.runtime.logging import get_log
@@ -10,7 +12,7 @@ from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
-from slipstream.rollout_servers.rollouts.gateway.session import Session, State
+from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
 from slipstream.rollout_servers.tally import UNFINISHED, Tally
@@ -27,7 +29,6 @@ class AgentRollout:
     def __init__(self, env: AgentEnv, gateway: Gateway) -> None:
         self._env = env
         self._gateway = gateway
-        self._config = gateway.policy.config
         self._loop = EnvLoop("agents", reason="agent_error")
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
@@ -64,8 +65,8 @@ class AgentRollout:
             try:
                 if self._env.from_outside:
                     await self._taken(session)
-                if self._config.episode.wall_s is not None:
-                    session.until = min(until, asyncio.get_running_loop().time() + self._config.episode.wall_s)
+                else:
+                    session.begin()
                 reward = await self._agent(session, until=until)
                 _require_not_given_up(session)
                 if reward is None and self._env.needs_reward and not session.rewarded.is_set():
@@ -88,9 +89,11 @@ class AgentRollout:
         agent: asyncio.Future[Any]
         if self._env.from_outside:
             agent = asyncio.create_task(_ended(session))
+            cancel: Callable[[], object] = agent.cancel
         else:
             endpoint = AgentEndpoint(self._gateway.session_url(session), session.key, self._gateway.model)
-            agent = asyncio.wrap_future(self._loop.submit(self._env.run_agent, session.task, endpoint))
+            running = self._loop.start(self._env.run_agent, session.task, endpoint)
+            agent, cancel = asyncio.wrap_future(running.result), running.cancel
         failure = asyncio.create_task(session.failed.wait())
         try:
             async with asyncio.timeout_at(session.until):
@@ -101,8 +104,9 @@ class AgentRollout:
             failure.cancel()
             if not agent.done():
                 session.close(State.DONE)  # its calls fail from now on
-                agent.cancel()
+                cancel()
                 await asyncio.wait([agent], timeout=KILL_S)
+                agent.cancel()
         if session.failure is not None:
             raise session.failure
         try:
@@ -137,15 +141,11 @@ class AgentRollout:
         rewards += [(max(ends.values()), posted.value) for node, posted in session.rewards() if node not in ends]
         if reward is not None:
             rewards.append((max(ends.values()), reward))
-        metrics = {
-            "roots": float(tree.roots),
-            "calls": float(len(tree.delivered)),
-            "branches": float(len(branches)),
-            "retries": float(session.retries),
-            **{f"ignored/{name}": float(count) for name, count in session.ignored.items()},
-        }
+        counts = (tree.roots, len(tree.delivered), len(branches), session.retries)
+        metrics = Counter({name: float(count) for name, count in zip(METRICS, counts, strict=True)})
+        metrics.update({f"ignored/{name}": float(count) for name, count in session.ignored.items()})
         for _, posted in session.rewards():
-            metrics |= posted.parts
+            metrics.update(posted.parts)  # adds those of the same name
         ended: Ended = session.limit or "done"
         first, last = branches[0].transcript, branches[-1].nodes[-1][0]
         view = Episode(

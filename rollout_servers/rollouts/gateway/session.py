@@ -3,10 +3,11 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final
 
 from slipstream.env.base import Message, Task
@@ -25,12 +26,19 @@ MOST_CALLS: Final = 1024
 """Calls of a session, unless `rollout.episode.turns` says less; each is at most one node."""
 MOST_INFLIGHT: Final = 32
 """Calls of a session at a time."""
+USUAL_CHARACTERS: Final = 8
+"""Of a token; a text with more for each token of the context is measured piece by piece."""
+PIECE_CHARACTERS: Final = 1 << 16
 UNDELIVERED: Final = "undelivered"
 """Reason of the tokens of answers that the agent did not wait for."""
 NOT_TRAINABLE: Final = "not_trainable"
 """Reason of the tokens of calls that the agent has marked so."""
 STOPPED: Final = "behind_stop"
 """Reason of tokens behind a text that ends an answer."""
+
+
+METRICS: Final = ("roots", "calls", "branches", "retries")
+"""What is recorded of each session, besides the parts of its rewards."""
 
 
 class State(StrEnum):
@@ -107,7 +115,7 @@ class Session:
         self._policy = policy
         self._format = format
         self._greedy = greedy
-        self._used_tokens = self._reserved_tokens = 0
+        self._used_tokens = self._reserved_tokens = self._arriving = 0
         self._freed = asyncio.Condition()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._inflight: set[asyncio.Task[Answer]] = set()
@@ -126,6 +134,11 @@ class Session:
         """The text of a token."""
         return self._policy.tokenizer.decode_whole([token])
 
+    def begin(self) -> None:
+        """Starts the time of the episode, once its agent has the session."""
+        if (wall_s := self._policy.config.episode.wall_s) is not None:
+            self.until = min(self.until, asyncio.get_running_loop().time() + wall_s)
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(
@@ -139,7 +152,7 @@ class Session:
         digests = call.digests()
         fingerprint = call.fingerprint(digests[-1], agent)
         earlier = self._calls.get(fingerprint)
-        if is_retry and earlier is not None and not (earlier.done() and (earlier.cancelled() or earlier.exception())):
+        if is_retry and earlier is not None:
             self.retries += 1
             return earlier
         self._require_budget()
@@ -147,16 +160,29 @@ class Session:
         task = asyncio.create_task(self._answer(call, digests, agent=agent, trainable=trainable))
         self._calls[fingerprint] = task
         self._inflight.add(task)
-        task.add_done_callback(self._end_call)
+        task.add_done_callback(partial(self._end_call, fingerprint))
         return task
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While the body of a call arrives. Raises: CallRefused."""
+        if self._arriving >= MOST_INFLIGHT:
+            raise CallRefused(f"{MOST_INFLIGHT} calls of the session arrive", status=429, code="too_many_calls")
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
 
     def deliver(self, answer: Answer) -> None:
         """The agent gets an answer."""
         self.tree.deliver(answer.node)
 
-    def _end_call(self, task: "asyncio.Task[Answer]") -> None:
+    def _end_call(self, fingerprint: bytes, task: "asyncio.Task[Answer]") -> None:
         self._inflight.discard(task)
         error = None if task.cancelled() else task.exception()  # also marks it as retrieved: the client may be gone
+        if (task.cancelled() or error is not None) and self._calls.get(fingerprint) is task:
+            del self._calls[fingerprint]  # its traceback holds the whole body, and failed calls are not bounded
         if isinstance(error, EngineError) and self.failure is None:
             self.failure = error
             self.failed.set()
@@ -243,10 +269,13 @@ class Session:
         if images and self._policy.placeholders is None:
             raise CallRefused("the model takes no images", code="images_not_supported")
         text = self._format.render(messages, tools=call.tools)
+        self._require_short(text)
         return self._policy.expand(self._format.tokenizer.encode_observation(text), images)
 
     def _continued(self, parent: Node, messages: Sequence[Message], call: Call) -> tuple[Prompt, Sequence[int]]:
         """The context of a dialogue behind an answer, and its new tokens. Raises: PromptError."""
+        for message in messages:
+            self._require_short(str(message["content"]))
         context = parent.token_ids
         names = {each["id"]: each["function"]["name"] for each in parent.answer.get("tool_calls") or ()}
         named = [
@@ -256,6 +285,22 @@ class Session:
         added = self._format.continued(context, self._format.delta(named, tools=call.tools)).token_ids
         self._policy.expand(added, ())  # a text may name a placeholder
         return Prompt([*context, *added], parent.path[0].images), added
+
+    def _require_short(self, text: str) -> None:
+        """Raises: CallRefused for a text of far more tokens than a context may have, without encoding all of it: the
+        whole server would wait, for seconds for each megabyte.
+        """
+        most, tokens = self._policy.config.engine.max_model_len, 0
+        if len(text) <= USUAL_CHARACTERS * most:
+            return
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            tokens += len(self._format.tokenizer.encode_observation(text[start : start + PIECE_CHARACTERS]))
+            if tokens > 2 * most:  # each cut adds a few
+                raise CallRefused(
+                    f"a text of {len(text)} characters is longer than this model's maximum context length of {most} "
+                    "tokens (rollout.engine.max_model_len)",
+                    code="context_length_exceeded",
+                )
 
     def _most_tokens(self, call: Call, prompt: Prompt) -> int:
         """Tokens that an answer may have but for the session's budget. Raises: CallRefused."""
@@ -319,6 +364,7 @@ class Session:
             logprobs=completion.logprobs[:low],
             spans=spans,
             finish_reason="stop",
+            kept=None if completion.kept is None else completion.kept[:low],
             routed_experts=completion.routed_experts if low == len(completion.token_ids) else None,
         )
         return shorter, next(each for each in stop if each in part)

@@ -76,6 +76,7 @@ class Gateway:
         session = next(iter(self._offers), None)
         if session is not None:
             self._offers.pop(session).set()
+            session.begin()
         return session
 
     def readings(self) -> Iterator[Reading]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -96,6 +97,23 @@ async def test_other_exit_codes_are_failures(code: str, shown: str) -> None:
         await env.run_agent(env.task("train", 0), ENDPOINT)
 
 
+@pytest.mark.parametrize("is_daemon", [False, True])
+async def test_children_that_hold_the_output_delay_nothing(tmp_path: Path, is_daemon: bool) -> None:
+    file = tmp_path / "pid"
+    code = (
+        f"import subprocess; child = subprocess.Popen(['sleep', '600'], start_new_session={is_daemon});"
+        f"open({str(file)!r}, 'w').write(str(child.pid)); print('x' * 10**6)"
+    )
+    env = agent(command=program(code), exit_rewards={0: 0.5})
+    async with asyncio.timeout(60):
+        assert await env.run_agent(env.task("train", 0), ENDPOINT) == 0.5
+        pid = int(file.read_text())
+        if is_daemon:
+            os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            await asyncio.sleep(0.01)
+
+
 async def test_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     code = (
@@ -136,12 +154,21 @@ async def test_commands_run_a_few_at_a_time(tmp_path: Path) -> None:
     [
         {"command": "python agent.py"}, {"command": []}, {"command": ["true"], "function": "a:b"}, {"concurrency": 0},
         {"command": ["true"], "exit_rewards": {"zero": 1}}, {"exit_rewards": {0: 1}}, {"function": "no_such:module"},
-        {"tasks": {"name": "no_such_env"}},
+        {"tasks": {"name": "no_such_env"}}, {"command": ["no-such-program-anywhere"]},
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         agent(**options)
+
+
+def unfinished() -> Any:
+    return type("Unfinished", (), {"size": len, "task": len, "fingerprint": len, "run_agent": running})()
+
+
+def test_attributes_of_agents_are_required() -> None:
+    with pytest.raises(ConfigError, match="needs_reward"):
+        build_env(EnvConfig(name=f"{__name__}:unfinished"))
 
 
 def test_agents_play_no_part_of_a_mixture() -> None:

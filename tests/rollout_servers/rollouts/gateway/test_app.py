@@ -6,10 +6,12 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from openai import BadRequestError
 
@@ -106,10 +108,14 @@ async def test_calls_that_are_not_trainable_are_context(model: Path, answers: Ca
         http = Http.of(endpoint)
         await http.chat()
         await http.chat(then("One", "Compact"), headers={"x-slipstream-trainable": "false"})
-        await http.chat(then("One", "More"), headers={"x-slipstream-agent": "worker"})
+        last = await http.chat(then("One", "More"), headers={"x-slipstream-agent": "worker"})
+        an_answer = {"completion_id": last.json()["id"]}
         for reward, target in ((0.25, {"agent": "worker"}), ({"style": 0.5, "speed": 0.25}, {})):
             assert (await http.ask("/reward", {"reward": reward, **target})).status_code == 200
         assert (await http.ask("/reward", {"reward": 1.0, "agent": "nobody"})).status_code == 404
+        many = {str(number): 1.0 for number in range(100)}
+        for refused in ({"reward": {"roots": 1.0}}, {"reward": many}, {"reward": 1, "agent": "worker", **an_answer}):
+            assert (await http.ask("/reward", refused)).status_code == 400
 
     recorder = answers("One", "Dropped", "Two")
     (trajectory,), tally = await played(model, recorder, agent)
@@ -128,7 +134,14 @@ async def test_stop_text_ends_the_answer_at_its_token(model: Path, answers: Call
         return 1.0
 
     recorder = answers("Look Observation: forty", "Done")
+    recorder.answers = [
+        replace(answer, kept=[np.array([token, 0], dtype=np.int32) for token in answer.token_ids])
+        for answer in recorder.answers
+    ]
     (trajectory,), tally = await played(model, recorder, agent)
+    kept = codec.kept_tokens(trajectory)
+    assert kept is not None
+    assert kept[0].tolist() == (2 * codec.action_mask(trajectory)).tolist()
     ids, mask = codec.token_ids(trajectory), codec.action_mask(trajectory)
     text = Tokenizer(model).decode_whole(ids[mask == 1].tolist())
     assert text.startswith("Look Observation:")
@@ -159,6 +172,32 @@ async def test_parameters_that_change_the_policy_are_counted_or_refused(
     assert [trajectory.scores[f"env/ignored/{name}"] for name in names] == [1, 1, 1]
 
 
+async def test_text_far_beyond_the_context_is_not_encoded(
+    model: Path, answers: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = list[int]()
+    encode = Tokenizer.encode_observation
+
+    def recorded(self: Tokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_observation", recorded)
+
+    async def agent(task: Task, endpoint: AgentEndpoint) -> float:
+        http = Http.of(endpoint)
+        await http.chat()
+        for messages in ([{"role": "user", "content": "word " * 400_000}], then("One", "word " * 400_000)):
+            encoded.clear()
+            response = await http.chat(messages)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert sum(encoded) <= 100_000
+        (await http.chat(then("One", "More"))).raise_for_status()
+        return 1.0
+
+    await played(model, answers("One", "Two"), agent)
+
+
 # --- failures are no rewards ------------------------------------------------------------------------------------------
 
 
@@ -186,6 +225,21 @@ async def gives_up(task: Task, endpoint: AgentEndpoint) -> float:
     await http.chat()
     await http.ask("/close", {"state": "void"})
     return 0.0
+
+
+async def test_cancelled_agent_ends_before_its_session(model: Path, answers: Callable[..., Recorder]) -> None:
+    shown = list[int]()
+
+    async def tidies(task: Task, endpoint: AgentEndpoint) -> float:
+        try:
+            return await lingers(task, endpoint)
+        finally:
+            shown.append((await Http.of(endpoint).ask("")).status_code)
+
+    async with served(model, answers("One"), AgentTask(tidies), group_deadline_s=3.0) as player:
+        with pytest.raises(EpisodeFailed, match="agent_timeout"):
+            await player.generate("train", 0, samples=1)
+    assert shown == [200]
 
 
 async def infinite(task: Task, endpoint: AgentEndpoint) -> float:
@@ -294,13 +348,20 @@ def malformed(count: int) -> list[bytes]:
     return bodies[:count]
 
 
+async def connected(url: str, text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a text was sent."""
+    parts = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(parts.host, parts.port)
+    writer.write(text)
+    await writer.drain()
+    return reader, writer
+
+
 async def begun(url: str, key: str, body: bytes) -> asyncio.StreamWriter:
     """A connection with a request that lacks its end."""
-    parts = httpx.URL(url)
-    _, writer = await asyncio.open_connection(parts.host, parts.port)
-    head = f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-    writer.write(f"{head}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body)
-    await writer.drain()
+    path = f"{httpx.URL(url).path}/v1/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    _, writer = await connected(url, f"{head}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body)
     return writer
 
 
@@ -310,6 +371,7 @@ async def test_bad_requests_are_refused_and_delay_nobody(
     """1,000 malformed ones, long and endless bodies of one session, while another is answered."""
     monkeypatch.setattr(app, "MOST_BODY_BYTES", 1 << 20)
     monkeypatch.setattr(app, "BODY_S", 1.0)
+    monkeypatch.setattr(app, "HEAD_S", 1.0)
     is_over, waits_s = asyncio.Event(), list[float]()
     roles = iter(("bad", "good"))
 
@@ -323,6 +385,10 @@ async def test_bad_requests_are_refused_and_delay_nobody(
             await is_over.wait()  # in the same event loop
             return 1.0
         slow = [await begun(endpoint.session_url, endpoint.api_key, b"{" * size) for size in (1, 1000)]
+        headless = [await connected(endpoint.session_url, text) for text in (b"", b"GET / HTTP/1.1\r\nHost: ")]
+        endless, writer = await connected(endpoint.session_url, b"GET / HTTP/1.1\r\nHost: " + b"x" * 20_000)
+        assert (await endless.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
         paths = itertools.cycle(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/reward"))
         for path, body in zip(paths, malformed(1000), strict=False):
             assert (await http.ask(path, body)).status_code == 400
@@ -330,6 +396,9 @@ async def test_bad_requests_are_refused_and_delay_nobody(
         await until(is_true(lambda: player.gateway is not None and player.gateway.refused["body_too_slow"] == 2))
         (await http.chat()).raise_for_status()
         is_over.set()
+        for reader, writer in headless:
+            assert await reader.read() == b""
+            writer.close()
         for writer in slow:
             writer.close()
             await writer.wait_closed()

@@ -33,8 +33,8 @@ async def outside(model: Path, recorder: Recorder, **rollout: Any) -> AsyncItera
         yield player, Http(found["url"], found["key"])
 
 
-async def opened(http: Http) -> AgentEndpoint:
-    """A session, once a ticket waits for it."""
+async def opened(http: Http, *, most_s: float = 1e6) -> AgentEndpoint:
+    """A session, which may last so long, once a ticket waits for it."""
     async with asyncio.timeout(DEADLINE_S):
         while (response := await http.ask("/sessions", b"")).status_code == 429:
             assert float(response.headers["retry-after"]) > 0
@@ -42,6 +42,7 @@ async def opened(http: Http) -> AgentEndpoint:
     assert response.status_code == 201
     given = response.json()
     assert given["task"]["info"] == {"from": "a test"}
+    assert 0 < given["deadline_s"] <= most_s
     assert given["base_url"] == given["session_url"] + "/v1"
     return AgentEndpoint(given["session_url"], given["api_key"], given["model"])
 
@@ -73,9 +74,9 @@ async def test_closed_session_without_a_reward_fails(
     model: Path, answers: Callable[..., Recorder], state: str, reason: str
 ) -> None:
     tally = Tally()
-    async with outside(model, answers("One"), group_deadline_s=5.0) as (player, http):
+    async with outside(model, answers("One"), group_deadline_s=5.0, episode={"wall_s": 4.0}) as (player, http):
         playing = asyncio.create_task(player.generate("train", 0, samples=1, tally=tally))
-        session = Http.of(await opened(http))
+        session = Http.of(await opened(http, most_s=4.0))
         (await session.chat()).raise_for_status()
         (await session.ask("/close", {"state": state})).raise_for_status()
         with pytest.raises(EpisodeFailed) as caught:
