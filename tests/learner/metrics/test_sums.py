@@ -39,7 +39,7 @@ def sums_of(
         reference_kl_BT=None,
         streams={},
     )
-    sums.add(episodes=1, input_tokens=actions + 2)
+    sums.add(episodes=1, sequence_tokens=actions + 2, input_tokens=actions + 1)
     sums.add_policy(figures, own_version)
     return sums
 
