@@ -136,7 +136,7 @@ def test_options_reach_sbatch_and_keys_the_processes(render: Render, tmp_path: P
         ([], ["--nodes"]),
         (["--nodes=1", "--gpus-per-node=1"], ["1 + 1 GPUs"]),
         (["--nodes=1", "--sbatch=qos"], ["qos"]),
-        (["--nodes=1", "learner.trainer=sft"], ["sft"]),
+        (["--nodes=1", "learner.trainer={name: sft, data: rows.jsonl}"], ["=sft", "torchrun"]),
     ],
 )
 def test_refusals(arguments: list[str], words: list[str], cli: CommandLine, tmp_path: Path) -> None:
