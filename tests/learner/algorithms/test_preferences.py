@@ -155,6 +155,7 @@ def outputs_of_trl(*given: Answers) -> tuple[Any, Tensor]:
 
 def test_pair_losses_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    pytest.importorskip("trl", reason="TRL is not in the environment of the oldest versions")
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -184,6 +185,7 @@ def test_pair_losses_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kto_is_that_of_trl() -> None:
+    pytest.importorskip("trl", reason="TRL is not in the environment of the oldest versions")
     from trl.trainer.kto_trainer import KTOTrainer
 
     of_kto: Any = KTOTrainer._compute_loss
