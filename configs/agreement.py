@@ -107,7 +107,7 @@ def _shared_settings(config: RunConfig) -> dict[str, str]:
 
 
 def _distillation(distill: DistillConfig | None) -> str:
-    """What rollout servers give to a distillation; models are the learner's, and may have another path there."""
+    """The rollout servers' part in a distillation, without its models: the learner has these, by a path of its own."""
     if distill is None:
         return "none"
     keys = ("env", "url", "server", "context", "solution_reward")

@@ -164,7 +164,7 @@ class SessionEnv(Env, Protocol):
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where an agent finds its model: an OpenAI or Anthropic client of this address and key needs nothing else.
+    """Address and key of an agent's model; an OpenAI or Anthropic client needs nothing else.
 
     Attributes:
         session_url: of the session, `http://127.0.0.1:1234/s/ID`: Anthropic's clients append `/v1/messages`. Rewards

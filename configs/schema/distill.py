@@ -9,7 +9,7 @@ from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.rollout import SamplingConfig
 
 CONTEXT_FIELDS: Final = ("prompt", "reference", "solution", "feedback")
-"""What a teacher's context may name."""
+"""Names in the template of a teacher's context."""
 
 
 class TeacherConfig(Section):

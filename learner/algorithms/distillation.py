@@ -58,7 +58,7 @@ def distillation_advantage(teacher: Tensor, policy: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which divergence is computed, and of how much of the distributions."""
+    """The divergence, and the part of the distributions that it compares."""
 
     kind: Divergence
     beta: float = 0.5
@@ -106,7 +106,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class HeadStates:
-    """What a teacher's distributions follow from: hidden states before a lesson's actions, and its head."""
+    """A teacher's hidden states before a lesson's actions, and its head: its distributions follow from them."""
 
     states_AE: Tensor
     weight_VE: Tensor

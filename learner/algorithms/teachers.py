@@ -77,7 +77,7 @@ class Teachers:
         }
 
     def of_step(self, trajectories: Sequence[Trajectory], mask_BT: Tensor) -> "Teaching":
-        """What is taught in a step.
+        """The teachers' part in a step.
 
         Args:
             trajectories: of the step's rows.
@@ -151,7 +151,7 @@ class Teachers:
 
 @dataclass(frozen=True)
 class Teaching:
-    """Which teacher scores each row of a step, and its scores for one micro-batch at a time; on every rank."""
+    """The teacher of each row of a step, and its scores for one micro-batch at a time; on every rank."""
 
     teachers: Teachers
     trajectories: Sequence[Trajectory]

@@ -48,7 +48,7 @@ class PairExample(Example):
     """Two answers to a prompt, the better one first."""
 
     margin: float = 0.0
-    """How much better it is; 0 where that is unknown."""
+    """Difference of the answers' rewards; 0 where it is unknown."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the teachers of a distillation give to a group: prompts with a context, and log-probs of inference servers."""
+"""The teachers' part in a group: their prompts with a context, and log-probs of inference servers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

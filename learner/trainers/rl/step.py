@@ -261,7 +261,7 @@ class TrainStep:
             self.teachers.follow()
 
     def _teach(self, teaching: Teaching | None, batch: MicroBatch) -> tuple[Readout | None, Tensor | None]:
-        """What teachers give for a micro-batch: a readout of divergences, or log-probs [B, T]; a collective."""
+        """The teachers' scores of a micro-batch: a readout of divergences, or log-probs [B, T]; a collective."""
         if teaching is None:
             return None, None
         if not teaching.teachers.config.over_vocabulary:

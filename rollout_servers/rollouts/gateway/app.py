@@ -73,7 +73,7 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How the session ends."""
+    """State in which the session ends."""
 
     state: State = State.DONE
 

@@ -38,7 +38,7 @@ STOPPED: Final = "behind_stop"
 
 
 METRICS: Final = ("roots", "calls", "branches", "retries")
-"""What is recorded of each session, besides the parts of its rewards."""
+"""Scores of each session besides the parts of its rewards."""
 
 
 class State(StrEnum):
