@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.tracing import span
+from slipstream.configs.runtime.tracing import AnySpan, span
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.models.images import ImageError
@@ -282,6 +282,37 @@ class Played:
 
     episodes: Sequence[PlayedEpisode]
     failure: EpisodeFailed | None = None
+
+
+async def play_together(
+    samples: int, tally: Tally, play: Callable[[Tally, AnySpan], Awaitable[PlayedEpisode | None]]
+) -> Played:
+    """Plays episodes of a task at the same time. Raises: EngineError.
+
+    Args:
+        play: plays one of them, counts its tokens in the tally and notes its attributes on the span; returns None where
+            time ran out. Raises: EpisodeFailed, EngineError.
+    """
+    finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
+
+    async def play_one() -> None:
+        episode, unused = None, UNFINISHED
+        with tally.part() as tokens:
+            try:
+                with span("episode") as traced:
+                    episode = await play(tokens, traced)
+            except EpisodeFailed as error:
+                failures.append(error)
+                unused = error.reason
+            if episode is None:
+                tokens.lose(unused)
+            else:
+                finished.append(episode)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(samples):
+            tasks.create_task(play_one())
+    return Played(finished, failures[0] if failures else None)
 
 
 class Rollout(Protocol):

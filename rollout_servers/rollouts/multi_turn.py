@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.tracing import span
+from slipstream.configs.runtime.tracing import AnySpan, span
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
 from slipstream.env.images import has_images, separate_images
@@ -18,10 +18,16 @@ from slipstream.models.images import ImageError
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Played, PlayedEpisode
+from slipstream.rollout_servers.rollouts.base import (
+    AnswerGenerator,
+    EpisodeFailed,
+    Played,
+    PlayedEpisode,
+    play_together,
+)
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
-from slipstream.rollout_servers.tally import UNFINISHED, Tally
+from slipstream.rollout_servers.tally import Tally
 
 log = get_log("rollout.sessions")
 
@@ -207,32 +213,18 @@ class MultiTurn:
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
-        finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
 
-        async def play_one() -> None:
+        async def play_one(tokens: Tally, traced: AnySpan) -> PlayedEpisode | None:
             conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
-            state, budgets, episode = _State(conversation), _Budgets.start(self._config, until=until), None
-            unused = UNFINISHED
-            with tally.part() as tokens:
-                try:
-                    with span("episode") as traced:
-                        async with self._sessions.open(task, until=until) as session:
-                            self._begin(conversation, session.opening, task)
-                            ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
-                            episode = ended and self._played(task, state, ended)
-                        traced.note(ended=ended or "group deadline", turns=len(state.turns))
-                except EpisodeFailed as error:
-                    failures.append(error)
-                    unused = error.reason
-                if episode is None:
-                    tokens.lose(unused)
-                else:
-                    finished.append(episode)
+            state, budgets = _State(conversation), _Budgets.start(self._config, until=until)
+            async with self._sessions.open(task, until=until) as session:
+                self._begin(conversation, session.opening, task)
+                ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
+                episode = self._played(task, state, ended) if ended else None
+            traced.note(ended=ended or "group deadline", turns=len(state.turns))
+            return episode
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(samples):
-                tasks.create_task(play_one())
-        return Played(finished, failures[0] if failures else None)
+        return await play_together(samples, tally, play_one)
 
     def close(self) -> None:
         """Ends the sessions' thread."""

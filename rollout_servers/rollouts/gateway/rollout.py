@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.tracing import span
+from slipstream.configs.runtime.tracing import AnySpan
 from slipstream.env.base import AgentEndpoint, AgentEnv, Task
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, play_together
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
 from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
-from slipstream.rollout_servers.tally import UNFINISHED, Tally
+from slipstream.rollout_servers.tally import Tally
 
 log = get_log("rollout.gateway")
 
@@ -33,27 +33,13 @@ class AgentRollout:
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
-        finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
 
-        async def play_one() -> None:
-            episode, unused = None, UNFINISHED
-            with tally.part() as tokens:
-                try:
-                    with span("episode") as traced:
-                        episode = await self._play(task, greedy=greedy, until=until, tally=tokens)
-                        traced.note(ended=episode.view.ended, turns=len(episode.view.turns))
-                except EpisodeFailed as error:
-                    failures.append(error)
-                    unused = error.reason
-                if episode is None:
-                    tokens.lose(unused)
-                else:
-                    finished.append(episode)
+        async def play_one(tokens: Tally, traced: AnySpan) -> PlayedEpisode:
+            episode = await self._play(task, greedy=greedy, until=until, tally=tokens)
+            traced.note(ended=episode.view.ended, turns=len(episode.view.turns))
+            return episode
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(samples):
-                tasks.create_task(play_one())
-        return Played(finished, failures[0] if failures else None)
+        return await play_together(samples, tally, play_one)
 
     def close(self) -> None:
         """Ends the agents' thread."""
