@@ -117,6 +117,7 @@ def test_sums_of_two_ranks_give_means_over_all_actions() -> None:
         one.set("lr", lr)
     both = one.means(one.vector() + other.vector())
     assert (both["actions"], both["tokens"], both["lr"]) == (5, 4 + 5, 0.5)
+    assert both["prefix_saving"] == pytest.approx(1 - (3 + 4) / (4 + 5))
     assert both["kl_k1"] == pytest.approx((2 * -0.4 + 3 * -0.5) / 5)
 
 

@@ -10,16 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import _start_events
-from slipstream.learner.trainers.setup import RankSetup
 from slipstream.learner.trainers.supervised.distill import DistillTrainer
 from slipstream.models.digits import build_digits_model
-from slipstream.models.folder import initial_model
 from tests.learner.recorded import vivid
-from tests.learner.trainers.supervised.test_sft import records, write_run
+from tests.learner.trainers.supervised.test_sft import build, records, write_run
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +30,6 @@ def distilling(folder: Path, model: Path, *, streams: dict[str, float], **distil
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree["learner"] |= {"distill": distill, "streams": streams}
     return RunConfig.model_validate(tree)
-
-
-def build(config: RunConfig, world: World, cleanup: ExitStack) -> DistillTrainer:
-    config.paths.root.mkdir(parents=True, exist_ok=True)
-    open_checkpoints(config.paths.checkpoints, world, keep=2)
-    setup = RankSetup(
-        config=config, initial_model=initial_model(config), world=world, signals=GracefulStop(), cleanup=cleanup,
-        started=0.0, events=_start_events(config.paths, 0.0, cleanup),
-    )  # fmt: skip
-    trainer = DistillTrainer.from_setup(setup)
-    assert trainer.reporter is not None
-    for tracker in trainer.reporter._trackers:
-        cleanup.callback(tracker.close)
-    return trainer
 
 
 def test_loss_is_that_of_plain_models(digits_model: Path, teacher: Path, world: World, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.file_catalog import FILE_CATALOG, PREFERENCES
 from slipstream.learner.metrics.samples import read_samples
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import _start_events
+from slipstream.learner.trainers.assemble import _start_events, find_trainer
 from slipstream.learner.trainers.setup import RankSetup
-from slipstream.learner.trainers.supervised.sft import SftTrainer
+from slipstream.learner.trainers.supervised.base import SupervisedTrainer
 from slipstream.models.folder import initial_model
 from slipstream.models.tokenizer import Tokenizer
 from tests.conftest import free_port
@@ -59,14 +59,16 @@ def write_run(folder: Path, model: Path, **trainer: Any) -> RunConfig:
     return RunConfig.model_validate(config)
 
 
-def build(config: RunConfig, world: World, cleanup: ExitStack) -> SftTrainer:
+def build(config: RunConfig, world: World, cleanup: ExitStack) -> SupervisedTrainer[Any]:
+    """The configured trainer, alone on its rank."""
     config.paths.root.mkdir(parents=True, exist_ok=True)
     open_checkpoints(config.paths.checkpoints, world, keep=2)
     setup = RankSetup(
         config=config, initial_model=initial_model(config), world=world, signals=GracefulStop(), cleanup=cleanup,
         started=0.0, events=_start_events(config.paths, 0.0, cleanup),
     )  # fmt: skip
-    trainer = SftTrainer.from_setup(setup)
+    trainer = find_trainer(config.learner.trainer).from_setup(setup)
+    assert isinstance(trainer, SupervisedTrainer), "a trainer on rows of files"
     assert trainer.reporter is not None
     for tracker in trainer.reporter._trackers:
         cleanup.callback(tracker.close)
