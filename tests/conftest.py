@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,14 +42,27 @@ _PORTS = iter(random.sample(range(15_000 + _WORKER, 32_000, _WORKERS), 17_000 //
 def free_port() -> int:
     """A port without a listener that no other test of the session gets."""
     for port in _PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue  # it has a listener
+        if _is_free(port):
             return port
     raise AssertionError("no port is left")
+
+
+def wait_until_free(port: int, patience_s: float = 60) -> None:
+    """Waits until nobody listens on a port: a process that is just being started still holds its parent's sockets."""
+    deadline = time.monotonic() + patience_s
+    while not _is_free(port):
+        assert time.monotonic() < deadline, f"port {port} still has a listener"
+        time.sleep(0.05)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False  # it has a listener
+        return True
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from slipstream.learner.trainers.assemble import assemble
 from slipstream.learner.trainers.rl.trainer import RLTrainer
 from slipstream.models.folder import initial_model, model_fingerprint
 from tests.buffer.peers import PATIENCE_S, Peer, connected, serving
-from tests.conftest import free_port
+from tests.conftest import free_port, wait_until_free
 from tests.learner.recorded import VOCABULARY, trajectory
 
 SETTINGS: Mapping[str, Any] = {
@@ -98,6 +98,7 @@ def _crash(config: RunConfig, step: int) -> None:
 
     with patch.object(RLTrainer, "after_update", crash), pytest.raises(CrashError):
         _learn(config)
+    wait_until_free(config.weights.control_port)
 
 
 def _learn_on_ranks(config: RunConfig, ranks: int) -> None:

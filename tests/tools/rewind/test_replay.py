@@ -32,8 +32,10 @@ RUNS: dict[str, dict[str, Any]] = {
 def runs(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     """The folders of finished runs."""
     folder = tmp_path_factory.mktemp("runs")
-    configs = {name: make_config(folder, redis_url, name, **sections) for name, sections in RUNS.items()}
-    return {name: record_run(config, crash_after=5 if name == "grpo" else None) for name, config in configs.items()}
+    return {
+        name: record_run(make_config(folder, redis_url, name, **sections), crash_after=5 if name == "grpo" else None)
+        for name, sections in RUNS.items()
+    }
 
 
 @pytest.fixture
