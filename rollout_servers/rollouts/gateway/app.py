@@ -67,11 +67,12 @@ DIALECTS: Final = {
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`reward` is a number, or named parts of one, which are summed."""
+    """`reward` is a number, or named parts of one, which are summed; with `more`, others follow."""
 
     reward: float | dict[str, float]
     completion_id: str | None = None
     agent: str | None = None
+    more: bool = False
 
 
 class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -219,7 +220,7 @@ class GatewayApp:
             )
         if body.completion_id is not None and body.agent is not None:
             raise CallRefused("a reward is that of an answer (completion_id) or of an agent, not of both")
-        await session.reward(Reward(value, parts, body.completion_id, body.agent))
+        await session.reward(Reward(value, parts, body.completion_id, body.agent, body.more))
         return _json({"reward": value})
 
     async def _close(self, request: Request) -> Response:

@@ -94,6 +94,7 @@ class Rewarded(msgspec.Struct, frozen=True, tag=True):
     parts: dict[str, float]
     completion_id: str | None
     agent: str | None
+    more: bool
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

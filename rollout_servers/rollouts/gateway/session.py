@@ -78,12 +78,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward that was posted: for the whole episode, for one answer, or for the last one of an agent's label."""
+    """A reward that was posted: for the whole episode, for one answer, or for the last one of an agent's label.
+
+    Attributes:
+        more: others follow, which an episode whose agent has ended waits for.
+    """
 
     value: float
     parts: Mapping[str, float]
     completion_id: str | None = None
     agent: str | None = None
+    more: bool = False
 
 
 class Session:
@@ -190,9 +195,7 @@ class Session:
                     if self.finished is None or node.id not in self.finished.undelivered:
                         self.tree.deliver(node)
             elif isinstance(event, Rewarded) and is_whole:
-                reward = Reward(event.value, event.parts, event.completion_id, event.agent)
-                self._rewards[reward.completion_id, reward.agent] = reward
-                self.rewarded.set()
+                self._set_reward(Reward(event.value, event.parts, event.completion_id, event.agent, event.more))
         if self.finished is not None:
             self.limit = self.finished.limit
             self.close(State(self.finished.state))
@@ -409,9 +412,14 @@ class Session:
         if self._place(reward) is None:
             of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
             raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
-        await self._keep(encode(Rewarded(reward.value, dict(reward.parts), reward.completion_id, reward.agent)))
+        event = Rewarded(reward.value, dict(reward.parts), reward.completion_id, reward.agent, reward.more)
+        await self._keep(encode(event))
+        self._set_reward(reward)
+
+    def _set_reward(self, reward: Reward) -> None:
         self._rewards[reward.completion_id, reward.agent] = reward
-        self.rewarded.set()
+        if not reward.more:
+            self.rewarded.set()
 
     def rewards(self) -> list[tuple[Node, Reward]]:
         """The rewards, each with the answer at which it is earned."""
