@@ -192,6 +192,8 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     """Of the whole answer; in its last event."""
     num_retractions: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those from the prefix cache."""
     routed_experts: str | None = None
     """Of prompt and answer, in base64; in the last event."""
 
@@ -289,6 +291,7 @@ class Draft:
             spans=spans,
             finish_reason=reason,
             routed_experts=self._routed_experts(self._end.routed_experts),
+            cached_tokens=self._end.cached_tokens,
         )
 
     def _routed_experts(self, encoded: str | None) -> RoutedExperts | None:
