@@ -2,12 +2,12 @@
 
 A tiny chat model answers with random lengths; after each answer a tool takes its time. The rollout server's player and
 engine run in this process, agents in another. Single turns are the requests that the episodes made, one after the
-other. All cases take turns; each is measured while it is in full swing, from the middle of its episodes on.
+other, so that vLLM finds nearly all of their prompts in its cache. All cases take turns; each is measured while it is
+in full swing, from the middle of its episodes on.
 """
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import time
@@ -145,6 +145,7 @@ class MeteredEngine:
         self._lengths, self._least, self._most = random.Random(0), least, most
         self._calls = self._prompt_tokens = self._cached_tokens = self._steps = 0
         self._step_s = self._step_cpu_s = 0.0
+        self._awaited, self._reached = 0, asyncio.Event()
         self._step = stepped.step
         stepped.step = self._timed
 
@@ -170,6 +171,8 @@ class MeteredEngine:
         """The answer to a request."""
         (answer,) = answers = await self.engine.generate(request)
         self._calls += 1
+        if self._calls == self._awaited:
+            self._reached.set()
         self._prompt_tokens += len(request.prompt_ids)
         self._cached_tokens += answer.cached_tokens
         return answers
@@ -190,13 +193,16 @@ class MeteredEngine:
 
     async def window(self, *, after: int, calls: int) -> Count:
         """The difference over so many answers, after so many from now on."""
-        begin = self._calls + after
-        while self._calls < begin:
-            await asyncio.sleep(0.01)
+        await self._more(after)
         first = self.count()
-        while self._calls < begin + calls:
-            await asyncio.sleep(0.01)
+        await self._more(calls)
         return self.count().since(first)
+
+    async def _more(self, calls: int) -> None:
+        """Returns after so many answers."""
+        self._awaited = self._calls + calls
+        self._reached.clear()
+        await self._reached.wait()
 
 
 class Measurement:
@@ -215,48 +221,53 @@ class Measurement:
 
     async def run(self, case: str) -> Count:
         """Measures a case once. Raises: EngineError."""
-        options, calls = self._options, self._options.calls
+        options = self._options
         if case == SINGLE:
-            pending = list(reversed(self._requests))
-
-            async def answer() -> None:
-                while pending:
-                    with self._engine.tally.part() as tally:
-                        await self._engine.answer(replace(pending.pop(), tally=tally))
-
-            async with _working([answer] * options.episodes):
-                return await self._engine.window(after=options.episodes, calls=calls - 2 * options.episodes)
+            return await self._single_turns(options.episodes)
         at_once = options.episodes if case == EPISODES else options.sessions
-        env = (AgentTasks if case == AGENTS else NativeTasks)(options.turns, self._tool_s)
-        player = self._player(env)
-
-        def worker(number: int) -> Callable[[], Awaitable[None]]:
-            async def work() -> None:
-                index = number % options.turns
-                while True:
-                    await player.generate("train", index, samples=1, tally=self._engine.tally)
-                    index = options.turns - 1
-
-            return work
-
-        # Enough answers for the last of the first episodes, which have all lengths, to have ended.
+        player = self._player((AgentTasks if case == AGENTS else NativeTasks)(options.turns, self._tool_s))
+        # Until most of the first episodes, which have all numbers of turns, have ended.
         after = at_once * options.turns * 3 // 4
-        async with serving(player.gateway, self._config, case), _agents(self._config, case, at_once):
-            async with _working([worker(number) for number in range(at_once)]):
-                if case != EPISODES:
-                    return await self._engine.window(after=after, calls=calls)
-                self._engine.requests = kept = []
-                found = await self._engine.window(after=after, calls=calls)
-                self._engine.requests = None
-                self._requests = kept[-calls:]
-                return found
+        workers = [self._playing(player, number % options.turns) for number in range(at_once)]
+        async with (
+            serving(player.gateway, self._config, case),
+            _agents(self._config.paths.gateways / f"{case}.json", at_once if case == AGENTS else 0),
+            _working(workers),
+        ):
+            if case != EPISODES:
+                return await self._engine.window(after=after, calls=options.calls)
+            self._engine.requests = kept = list[Request]()
+            found = await self._engine.window(after=after, calls=options.calls)
+            self._engine.requests, self._requests = None, kept[-options.calls :]
+            return found
+
+    def _playing(self, player: Player, first: int) -> Callable[[], Awaitable[None]]:
+        """Plays one episode after the other, the first of the task `first`."""
+
+        async def work() -> None:
+            index = first
+            while True:
+                await player.generate("train", index, samples=1, tally=self._engine.tally)
+                index = self._options.turns - 1
+
+        return work
+
+    async def _single_turns(self, at_once: int) -> Count:
+        """Answers the requests that the episodes have made."""
+        pending = list(reversed(self._requests))
+
+        async def work() -> None:
+            while pending:
+                with self._engine.tally.part() as tally:
+                    await self._engine.answer(replace(pending.pop(), tally=tally))
+
+        async with _working([work] * at_once):
+            return await self._engine.window(after=at_once, calls=len(self._requests) - 2 * at_once)
 
 
 @asynccontextmanager
 async def _working(workers: Sequence[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
     """While these work; they are cancelled at the end. Raises: what one of them raises."""
-    body = asyncio.current_task()
-    assert body is not None, "a coroutine runs in a task"
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(worker()) for worker in workers]  # type: ignore[arg-type]
         yield
@@ -265,15 +276,13 @@ async def _working(workers: Sequence[Callable[[], Awaitable[None]]]) -> AsyncIte
 
 
 @asynccontextmanager
-async def _agents(config: RunConfig, case: str, count: int) -> AsyncIterator[None]:
-    """While agents play in a process of their own."""
-    file = config.paths.gateways / f"{case}.json"
-    if case != AGENTS:
+async def _agents(gateway: Path, count: int) -> AsyncIterator[None]:
+    """While so many agents play in a process of their own, if any."""
+    if not count:
         yield
         return
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.turns_agent", str(file), str(count), env={**os.environ}
-    )
+    command = [sys.executable, "-m", "benchmarks.turns_agent", str(gateway), str(count)]
+    process = await asyncio.create_subprocess_exec(*command)
     try:
         yield
     finally:
@@ -345,7 +354,12 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
             Figure("  tokens per step", total.tokens / total.steps),
             Figure("  engine busy", total.step_s / total.wall_s),
             Figure("  step", 1000 * total.step_s / total.steps, "ms"),
-            Figure("  CPU of the server per call", 1000 * total.loop_cpu_s / total.calls, "ms", CPU_MS),
+            Figure(
+                "  CPU of the server per call",
+                1000 * total.loop_cpu_s / total.calls,
+                "ms",
+                CPU_MS if case == AGENTS else None,
+            ),
             Figure("  prompt tokens from the prefix cache", total.cached_tokens / total.prompt_tokens),
         ]
     for case, other in ((EPISODES, SINGLE), (MORE, SINGLE), (AGENTS, MORE)):

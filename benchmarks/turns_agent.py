@@ -49,9 +49,12 @@ async def main(file: Path, count: int) -> None:
     """Entry point."""
     gateway = json.loads(file.read_text(encoding="utf-8"))
     limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as http, asyncio.TaskGroup() as all_:
+    async with (
+        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as http,
+        asyncio.TaskGroup() as agents,
+    ):
         for _ in range(count):
-            all_.create_task(work(http, gateway["url"], gateway["key"]))
+            agents.create_task(work(http, gateway["url"], gateway["key"]))
 
 
 if __name__ == "__main__":

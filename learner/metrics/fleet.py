@@ -26,7 +26,10 @@ MOST_LINES: Final = 8192
 """Beyond that, every other line of the older half of the history is removed."""
 FEW_SERVERS: Final = 16
 """Up to so many servers, the history has each of them."""
-_IN_HISTORY: Final = ("server", "version", "lag", "tokens_per_s", "idle_fraction", "kv_cache_use", "prefix_hits", "running", "waiting")
+_IN_HISTORY: Final = (
+    *("server", "version", "lag", "tokens_per_s", "idle_fraction"),
+    *("kv_cache_use", "prefix_hits", "running", "waiting"),
+)
 
 
 class FleetRecord:

@@ -137,7 +137,7 @@ class Completion:
     finish_reason: str
     routed_experts: RoutedExperts | None = None
     kept: Sequence[NDArray[np.int32]] | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = field(default=0, compare=False)
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")

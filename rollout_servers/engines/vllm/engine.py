@@ -118,7 +118,8 @@ def scoring_params() -> SamplingParams:
 def completions(output: RequestOutput, experts: ExpertReader | None = None) -> list[Completion]:
     """The answers of a finished request. Raises: EngineError when log-probs or version spans are missing.
 
-    Of several samples vLLM reports the cached tokens of the last to finish, which stand for all: their mean, on average.
+    Of several samples vLLM reports the cached tokens of the last to finish; they stand for all, whose mean they are on
+    average.
     """
     return [_completion(answer, experts, output) for answer in output.outputs]
 
