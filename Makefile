@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings bench-turns sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -145,6 +145,11 @@ bench-fleet: setup
 # Speed and stall of weight updates. One part: make bench-weights ARGS="--parts transfers"
 bench-weights: setup
 	@$(BIN)/python -m benchmarks weights $(ARGS)
+
+# Episodes of ten turns beside single turns, and agents of the gateway beside both: 2 minutes on two idle cores. With
+# transformers: make bench-turns ARGS="--engine hf"
+bench-turns: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks turns $(ARGS)
 
 # Tokens trained per second by bound of staleness, on two cores: 10 minutes, and only on an idle machine
 bench-pipeline: setup

@@ -30,6 +30,7 @@ PARTS = {
     "staleness": "learning from data that is k steps old, with each objective or recipe",
     "streams": "the dashboard's server: its first answer over a long run, and CPU time by number of clients",
     "trainings": "SFT and DPO on ragged rows, in turns with TRL",
+    "turns": "episodes of several turns beside single turns, and beside agents of the gateway",
     "weights": "speed and stall of weight updates",
 }
 RESULTS = Path(__file__).parent / "results"

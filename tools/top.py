@@ -32,7 +32,8 @@ MOST_NOTES: Final = 6
 """Latest warnings and events."""
 _COLUMNS: Final = {
     "version": ("version", "{:.0f}"), "lag": ("lag", "{:.0f}"), "tokens/s": ("tokens_per_s", "{:,.0f}"),
-    "idle": ("idle_fraction", "{:.0%}"), "KV cache": ("kv_cache_use", "{:.0%}"), "running": ("running", "{:.0f}"),
+    "idle": ("idle_fraction", "{:.0%}"), "KV cache": ("kv_cache_use", "{:.0%}"),
+    "hits": ("prefix_hits", "{:.0%}"), "running": ("running", "{:.0f}"),
     "waiting": ("waiting", "{:.0f}"), "stall": ("stall_s", "{:.3f} s"), "restarts": ("engine_deaths", "{:.0f}"),
 }  # fmt: skip
 """Heading of each column, its key in `servers.json`, and its format."""

@@ -303,6 +303,11 @@ STEP: Final = (
         prime_rl="inference/agg/kv_cache_usage_perc/mean",
     ),
     _metric(
+        "prefix_hits",
+        "0–1",
+        "share of the prompts' tokens, those of earlier turns included, that the engines had in their KV caches; all rollout servers, over the same time as `tokens_generated_per_s`",
+    ),
+    _metric(
         "weight_sync_s",
         "s",
         "last publication, until the last server had installed it",

@@ -26,7 +26,10 @@ MOST_LINES: Final = 8192
 """Beyond that, every other line of the older half of the history is removed."""
 FEW_SERVERS: Final = 16
 """Up to so many servers, the history has each of them."""
-_IN_HISTORY: Final = ("server", "version", "lag", "tokens_per_s", "idle_fraction", "kv_cache_use", "running", "waiting")
+_IN_HISTORY: Final = (
+    *("server", "version", "lag", "tokens_per_s", "idle_fraction"),
+    *("kv_cache_use", "prefix_hits", "running", "waiting"),
+)
 
 
 class FleetRecord:
@@ -83,7 +86,8 @@ class FleetRecord:
         }
 
     def _of_server(self, server: ServerStatus, latest: int) -> dict[str, Any]:
-        tokens_per_s, idle_fraction = rates(self._readings.get(server.server, ()))
+        readings = list(self._readings.get(server.server, ()))
+        tokens_per_s, idle_fraction = rates(readings)
         values = {
             "server": server.server,
             "version": server.version,
@@ -94,6 +98,7 @@ class FleetRecord:
             "tokens_per_s": tokens_per_s,
             "idle_fraction": idle_fraction,
             "kv_cache_use": server.kv_cache_use,
+            "prefix_hits": prefix_hits(*readings[:: len(readings) - 1]) if len(readings) > 1 else None,
             "running": server.running,
             "waiting": server.waiting,
             "groups_limit": server.groups_limit,
@@ -144,6 +149,12 @@ def rates(readings: Sequence[ServerStatus]) -> tuple[float | None, float | None]
     return (last.tokens_generated - first.tokens_generated) / up_s, min(1.0, max(0.0, idle))
 
 
+def prefix_hits(first: ServerStatus, last: ServerStatus) -> float | None:
+    """Share of prompt tokens that a server's engine took from its KV cache between two readings; None without any."""
+    prompt_tokens = last.prompt_tokens - first.prompt_tokens
+    return (last.cached_tokens - first.cached_tokens) / prompt_tokens if prompt_tokens > 0 else None
+
+
 def fleet_line(record: dict[str, Any]) -> dict[str, Any]:
     """A line of the history: sums or means over all servers, and where they are few, each of them."""
     servers = record["servers"]
@@ -159,6 +170,7 @@ def fleet_line(record: dict[str, Any]) -> dict[str, Any]:
         "server_count": len(servers),
         "lag_max": max(known("lag"), default=None),
         "kv_cache_use": mean("kv_cache_use"),
+        "prefix_hits": mean("prefix_hits"),
         "idle_fraction": mean("idle_fraction"),
         **{name: sum(known(name)) if known(name) else None for name in ("tokens_per_s", "running", "waiting")},
         "stall_s_max": max(known("stall_s"), default=None),

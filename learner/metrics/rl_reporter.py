@@ -66,7 +66,7 @@ class RLReporter(Reporter):
         self._mismatch_limit = MISMATCH_LIMIT[dtype]
         self._records = records
         self._rollout_gpus: set[str] = set()
-        self._servers: deque[tuple[float, float, float, int]] = deque()
+        self._servers: deque[tuple[float, float, float, int, int, int]] = deque()
 
     def continued(self, step: int, version: int) -> None:
         """Records that the run goes on from the checkpoint of a step."""
@@ -183,12 +183,17 @@ class RLReporter(Reporter):
                 sum(server.busy_s for server in servers),
                 sum(server.up_s for server in servers),
                 sum(server.tokens_generated for server in servers),
+                sum(server.prompt_tokens for server in servers),
+                sum(server.cached_tokens for server in servers),
             )
         )
         # The baseline is the newest entry that is older than the window.
         while len(self._servers) > 1 and now - self._servers[1][0] > WINDOW_S:
             self._servers.popleft()
-        (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
+        (_, busy, up, tokens, prompts, cached), now_ = self._servers[0], self._servers[-1]
+        (_, busy_now, up_now, tokens_now, prompts_now, cached_now) = now_
+        if prompts_now > prompts:
+            metrics["prefix_hits"] = max(0.0, (cached_now - cached) / (prompts_now - prompts))
         if up_now <= up:  # servers report about once a second, and one may have left
             return metrics
         return metrics | {

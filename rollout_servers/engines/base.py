@@ -128,6 +128,7 @@ class Completion:
         finish_reason: `stop`, `length`, or `abort` if it was cut short; then T may be 0.
         routed_experts: of the prompt and of the answer but its last token, if the engine returns them.
         kept: ids of the tokens that top-k and top-p left to choose from, for each token; None: all were left.
+        cached_tokens: of the prompt, those whose keys and values were not computed for this answer.
     """
 
     token_ids: Sequence[int]
@@ -136,6 +137,7 @@ class Completion:
     finish_reason: str
     routed_experts: RoutedExperts | None = None
     kept: Sequence[NDArray[np.int32]] | None = None
+    cached_tokens: int = field(default=0, compare=False)
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")

@@ -165,6 +165,8 @@ class RestartingEngine:
 
     Attributes:
         requests_restarted: requests that lost all their tokens in a crash, and began again.
+        prompt_tokens: of all answers, each with its whole prompt.
+        cached_tokens: those of them that the engines had in their KV caches.
     """
 
     def __init__(self, engine: Engine, start: Start, config: RolloutConfig) -> None:
@@ -173,7 +175,7 @@ class RestartingEngine:
         self._max_tokens = config.sampling.max_tokens
         self._in_flight: set[asyncio.Timeout] = set()
         self._pressure = Pressure(kv_cache_usage=0.0, preemptions=0)
-        self.requests_restarted = 0
+        self.requests_restarted = self.prompt_tokens = self.cached_tokens = 0
 
     @property
     def version(self) -> int:
@@ -250,6 +252,8 @@ class RestartingEngine:
             finally:
                 self._in_flight.discard(unusable)
             tally.add(_tokens(answers))
+        self.prompt_tokens += len(request.prompt_ids) * sum(1 for answer in answers if answer.token_ids)
+        self.cached_tokens += sum(answer.cached_tokens for answer in answers if answer.token_ids)
         if any(answer.finish_reason != "abort" for answer in answers):
             self._restarts.answered(engine)
         return answers
@@ -363,6 +367,7 @@ def stitch(begun: Completion, rest: Completion) -> Completion:
         finish_reason=rest.finish_reason,
         routed_experts=rest.routed_experts,  # the prompt of the continuation is all that came before
         kept=[*(begun.kept or ()), *(rest.kept or ())] or None,
+        cached_tokens=begun.cached_tokens,
     )
 
 

@@ -121,6 +121,7 @@ class Kind:
         scores_first: whether a text that is scored goes before answers that wait.
         dies_of: what is said of its death by `Adapter.kill`, as a pattern; None where that may be anything.
         exact: mean |Δ| of log-probs within which it agrees with transformers.
+        keeps_prefixes: whether prompts find those of earlier requests in its KV cache.
         installed: whether this environment has it.
     """
 
@@ -131,6 +132,7 @@ class Kind:
     scores_first: bool = True
     dies_of: str | None = None
     exact: float = 1e-4
+    keeps_prefixes: bool = True
     installed: Callable[[], bool] = lambda: True
 
 
@@ -148,7 +150,7 @@ ENGINES: dict[str, Kind] = {
         dies_of=r"engine core \(process \d+\) was ended by SIGKILL",
         installed=_has("vllm"),
     ),
-    "hf": Kind(Hf(), {"name": "hf"}, dies_of=BUG),
+    "hf": Kind(Hf(), {"name": "hf"}, dies_of=BUG, keeps_prefixes=False),
     "sglang": Kind(
         Sglang(),
         {

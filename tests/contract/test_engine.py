@@ -287,6 +287,17 @@ async def test_cached_prompts_are_dropped_with_an_update(subject: Subject) -> No
     assert subject.distance_to(subject.engine.version - 1, answer, prompt=prompt) > 100 * exact
 
 
+async def test_tokens_of_earlier_turns_are_cached(subject: Subject) -> None:
+    prompt = [9, *PROMPT * 100]  # longer than three blocks of any engine, and no other test's
+    (first,) = await subject.answers(prompt)
+    (second,) = await subject.answers(context := [*prompt, *first.token_ids, *PROMPT])
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 0 if not subject.kind.keeps_prefixes else 384 <= second.cached_tokens < len(context)
+    await subject.trainer.update()
+    (third,) = await subject.answers(context)
+    assert third.cached_tokens == 0
+
+
 async def test_many_updates_take_no_more_memory(subject: Subject) -> None:
     for _ in range(4):
         await subject.trainer.update()

@@ -37,11 +37,12 @@ class Answer:
         token_ids: of the prompt and of the answer so far.
         finish_reason: None while it is unfinished.
         number: in the order of arrival.
+        cached_tokens: of the prompt, those that were computed for another sample of it.
     """
 
     def __init__(self, request: "InFlight", prompt_ids: Sequence[int]) -> None:
         self.request = request
-        self.number = 0
+        self.number = self.cached_tokens = 0
         self.token_ids = list(prompt_ids)
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt_ids)
@@ -83,6 +84,7 @@ class Answer:
             ],
             finish_reason=self.finish_reason or "abort",
             kept=list(self._kept) or None,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -255,6 +257,8 @@ class Stepper:
                 if not groups or longest * different > PREFILL_TOKENS:
                     groups.append([])
                     longest, different = len(answer.token_ids), 1
+            elif not answer.tokens:
+                answer.cached_tokens = len(answer.token_ids)
             groups[-1].append(answer)
             previous = answer.token_ids
         return groups

@@ -192,6 +192,8 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     """Of the whole answer; in its last event."""
     num_retractions: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those from the prefix cache."""
     routed_experts: str | None = None
     """Of prompt and answer, in base64; in the last event."""
 
@@ -248,6 +250,7 @@ class Draft:
         self._prompt_tokens = prompt_tokens
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._cached_tokens = 0
         self._end: _Meta | None = None
 
     @property
@@ -266,6 +269,7 @@ class Draft:
             raise EngineError(f"SGLang's server left out tokens {len(self._token_ids)} to {start} of an answer")
         self._token_ids[start:] = [token for _, token, _ in news]
         self._logprobs[start:] = [_known(logprob) for logprob, _, _ in news]
+        self._cached_tokens = max(self._cached_tokens, meta.cached_tokens)  # an abort's last event has none
         if meta.finish_reason is not None:
             self._end = meta
 
@@ -289,6 +293,7 @@ class Draft:
             spans=spans,
             finish_reason=reason,
             routed_experts=self._routed_experts(self._end.routed_experts),
+            cached_tokens=self._cached_tokens,
         )
 
     def _routed_experts(self, encoded: str | None) -> RoutedExperts | None:

@@ -116,8 +116,12 @@ def scoring_params() -> SamplingParams:
 
 
 def completions(output: RequestOutput, experts: ExpertReader | None = None) -> list[Completion]:
-    """The answers of a finished request. Raises: EngineError when log-probs or version spans are missing."""
-    return [_completion(answer, experts, len(output.prompt_token_ids or ())) for answer in output.outputs]
+    """The answers of a finished request. Raises: EngineError when log-probs or version spans are missing.
+
+    Of several samples vLLM reports the cached tokens of the last to finish; they stand for all, whose mean they are on
+    average.
+    """
+    return [_completion(answer, experts, output) for answer in output.outputs]
 
 
 def unfinished(output: RequestOutput | None, *, version: int) -> list[Completion] | None:
@@ -152,13 +156,14 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
     return list(flat.logprobs)
 
 
-def _completion(answer: CompletionOutput, experts: ExpertReader | None, prompt_tokens: int) -> Completion:
+def _completion(answer: CompletionOutput, experts: ExpertReader | None, output: RequestOutput) -> Completion:
     logprobs: Any = answer.logprobs
     if logprobs is None or answer.weight_versions is None:
         raise EngineError("vLLM returned an answer without log-probs or without weight versions")
     reason, routed = answer.finish_reason, None
     if experts is not None:
-        routed = experts.read(answer.routed_experts, tokens=prompt_tokens + len(answer.token_ids))
+        tokens = len(output.prompt_token_ids or ()) + len(answer.token_ids)
+        routed = experts.read(answer.routed_experts, tokens=tokens)
     return Completion(
         token_ids=answer.token_ids,
         logprobs=logprobs.logprobs,
@@ -166,4 +171,5 @@ def _completion(answer: CompletionOutput, experts: ExpertReader | None, prompt_t
         # `error` concerns this request alone, for example a KV cache that could not be loaded.
         finish_reason="abort" if reason is None or reason == "error" else reason,
         routed_experts=routed,
+        cached_tokens=output.num_cached_tokens or 0,
     )

@@ -14,6 +14,8 @@ from slipstream.rollout_servers.rollouts.gateway.calls import tool_call
 
 def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> tuple[Completion, str | None]:
     """The answer up to the token that completes one of the texts `stop`, as if sampling had ended there."""
+    if not stop:
+        return completion, None
     (text,) = tokenizer.decode([completion.token_ids])
     if not any(each in text for each in stop):
         return completion, None

@@ -68,7 +68,12 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
 
     def state(step: int) -> m.State:
         server = m.ServerStatus(
-            server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step, kv_cache_use=0.5
+            server="r0",
+            up_s=10.0 * step,
+            busy_s=5.0 * step,
+            tokens_generated=100 * step,
+            prompt_tokens=9 * step,
+            kv_cache_use=0.5,
         )
         counts = m.LedgerCounts(reasons={"filtered:length": 1}, answers_dropped={"reward_timeout": 1})
         return m.State(

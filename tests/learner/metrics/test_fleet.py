@@ -57,7 +57,9 @@ def test_state_and_rates_of_servers_are_written(fleet: FleetRecord, paths: RunPa
     for seconds in range(21):
         clock.now = 100.0 + seconds
         known = {"kv_cache_use": 0.5, "running": 3, "waiting": 1, "stall_s": 0.02, "update_s": 0.4, "gpus": ["GPU-a"]}
-        reached = server("r0", 30.0 + seconds, version=4, **known)
+        reached = server(
+            "r0", 30.0 + seconds, version=4, prompt_tokens=80 * seconds, cached_tokens=60 * seconds, **known
+        )
         fleet.observe(state(reached, server("r1", 1.0 + seconds, version=7)), step=seconds)
     found = json.loads(paths.servers.read_text(encoding="utf-8"))
     assert (found["time_s"], found["step"], found["version"]) == (120.0, 20, 5)
@@ -66,6 +68,7 @@ def test_state_and_rates_of_servers_are_written(fleet: FleetRecord, paths: RunPa
     assert first["tokens_per_s"] == pytest.approx(100)
     assert first["idle_fraction"] == pytest.approx(0.75)
     assert (second["lag"], second["kv_cache_use"], second["stall_s"]) == (0, None, None)
+    assert (first["prefix_hits"], second["prefix_hits"]) == (0.75, None)
     history = lines(paths.servers_history)
     assert [line["step"] for line in history] == [0, 10, 20]
     last = history[-1]

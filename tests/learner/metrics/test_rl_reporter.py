@@ -138,6 +138,7 @@ def test_use_of_gpus_is_in_steps_and_summary(tmp_path: Path) -> None:
         ServerStatus(server="r2"),
     ]
     for number, seconds in ((1, 2.0), (2, 6.0)):
+        servers[2] = ServerStatus(server="r2", prompt_tokens=100 * number, cached_tokens=40 * number)
         figures = step(number, flops=120.0) | reporter.rollout_metrics(
             structs.replace(STATE, servers=servers), step=number
         )
@@ -151,6 +152,8 @@ def test_use_of_gpus_is_in_steps_and_summary(tmp_path: Path) -> None:
     # Four GPUs at 3 an hour for 2 s are 3 / 450, for 100 tokens.
     assert first["cost_per_million_tokens"] == pytest.approx(4 * 3 * 2 / 3600 / 100 * 1e6)
     assert first["power_w"] == 350
+    second = json.loads(folder.metrics.read_text(encoding="utf-8").splitlines()[1])
+    assert ("prefix_hits" in first, second["prefix_hits"]) == (False, 0.4)
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     assert summary["tokens_trained_per_s"] == pytest.approx(200 / 8)
     assert summary["mfu"] == pytest.approx((0.6 * 1 + 0.2 * 3) / 4)

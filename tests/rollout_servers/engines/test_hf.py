@@ -155,6 +155,13 @@ def stepper_of(policy: HfModel, top_k: int | None = None, top_p: float = 1, **si
     return Stepper(policy, batch, max_sequences=limits.max_sequences, seed=0, top_k=top_k, top_p=top_p)
 
 
+async def test_samples_of_a_prompt_share_its_cache(tmp_path: Path) -> None:
+    async with started(tmp_path / "model") as engine:
+        answers = await ask(engine, samples=3, max_tokens=2)
+        (alone,) = await ask(engine, max_tokens=2)
+    assert [answer.cached_tokens for answer in [*answers, alone]] == [0, len(PROMPT), len(PROMPT), 0]
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (12, 0.8), (VOCABULARY + 9, 0.5)])
 @torch.inference_mode()
 def test_answers_are_drawn_from_top_k_and_top_p(top_k: int, top_p: float, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ async def test_request_without_known_answers_is_restarted(engines: Engines) -> N
     assert (request.prompt_ids, request.samples, request.max_tokens) == ([3, 5], 2, None)
     request.answer(7)
     assert (len(await asking), engine.requests_restarted) == (2, 1)
+    assert (engine.prompt_tokens, engine.cached_tokens) == (4, 0)
 
 
 async def test_refused_request_is_no_crash(engines: Engines) -> None:

@@ -21,7 +21,7 @@
     ["Idle", /idle/],
     [
       "Servers and KV cache",
-      /^(kv_|weights?[/_]|generation_stall|engine_deaths|requests_restarted|groups_in_flight|policy_version|servers?[/_])/,
+      /^(kv_|prefix_hits|weights?[/_]|generation_stall|engine_deaths|requests_restarted|groups_in_flight|policy_version|servers?[/_])/,
     ],
     ["Buffer", /^buffer\//],
     ["Other", /./],

@@ -57,6 +57,7 @@ def test_spans_cover_the_answer_of_a_stream(name: str) -> None:
 def test_answer_has_its_finish_reason(name: str, tokens: int, reason: str) -> None:
     completion = draft(name).completion()
     assert (len(completion.token_ids), completion.finish_reason) == (tokens, reason)
+    assert completion.cached_tokens == (3 if tokens else 0)
     if reason == "stop":
         assert list(completion.token_ids).index(7) == tokens - 1
 

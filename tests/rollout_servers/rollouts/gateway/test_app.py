@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,14 @@ async def test_bad_requests_are_refused_and_delay_nobody(
         headless = [await connected(endpoint.session_url, text) for text in (b"", b"GET / HTTP/1.1\r\nHost: ")]
         endless, writer = await connected(endpoint.session_url, b"GET / HTTP/1.1\r\nHost: " + b"x" * 20_000)
         assert (await endless.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+        pieces, writer = await connected(endpoint.session_url, b"GET / HTTP/1.1\r\n")
+        with suppress(ConnectionError):
+            for number in range(2000):
+                writer.write(f"X-{number}: {number}\r\n".encode())
+                await writer.drain()
+        with suppress(ConnectionError):
+            assert (await pieces.read()).startswith(b"HTTP/1.1 400")
         writer.close()
         paths = itertools.cycle(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/reward"))
         for path, body in zip(paths, malformed(1000), strict=False):
