@@ -1,10 +1,11 @@
 """Episodes that agents play through the gateway."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.buffer.wire.messages import AgentSpan
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import AnySpan
 from slipstream.env.base import AgentEndpoint, AgentEnv, Task
@@ -12,7 +13,7 @@ from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, play_together
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
-from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Session, State
+from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Reward, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
 from slipstream.rollout_servers.tally import Tally
@@ -125,6 +126,7 @@ class AgentRollout:
         ends = _ends(branches)
         rewards = [(ends[node], posted.value) for node, posted in session.rewards() if node in ends]
         rewards += [(max(ends.values()), posted.value) for node, posted in session.rewards() if node not in ends]
+        _label(branches, session.rewards())
         if reward is not None:
             rewards.append((max(ends.values()), reward))
         counts = (tree.roots, len(tree.delivered), len(branches), session.retries)
@@ -144,6 +146,20 @@ class AgentRollout:
             ended=ended,
         )
         return PlayedEpisode([branch.transcript for branch in branches], view, sorted(rewards), metrics)
+
+
+def _label(branches: list[Branch], rewards: list[tuple[Node, Reward]]) -> None:
+    """Gives the transcripts the labels of their answers, if there are any, with what each earned by itself."""
+    if not any(node.agent for branch in branches for node, _ in branch.nodes):
+        return
+    own = defaultdict[Node, float](float)
+    for node, posted in rewards:
+        if posted.completion_id is not None or posted.agent is not None:
+            own[node] += posted.value
+    for branch in branches:
+        branch.transcript.agents = [
+            AgentSpan(end=end, agent=node.agent, reward=own[node]) for node, end in branch.nodes
+        ]
 
 
 async def _ended(session: Session) -> None:
