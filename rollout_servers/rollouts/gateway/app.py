@@ -186,19 +186,7 @@ class GatewayApp:
         )
 
     async def _show(self, request: Request) -> Response:
-        session = self._session(request)
-        return _json(
-            {
-                "id": session.id,
-                "state": session.state,
-                "limit": session.limit,
-                "tokens": session.account(),
-                "ignored": dict(session.ignored),
-                "retries": session.retries,
-                "roots": session.tree.roots,
-                "nodes": [_node(node) for node in session.tree],
-            }
-        )
+        return _json(described(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
@@ -266,6 +254,20 @@ class GatewayApp:
             return _json(describe(message, status, code), status, headers)
 
         return guarded
+
+
+def described(session: Session) -> dict[str, Any]:
+    """The tree of a session's calls, and the account of its tokens, as JSON values."""
+    return {
+        "id": session.id,
+        "state": session.state,
+        "limit": session.limit,
+        "tokens": session.account(),
+        "ignored": dict(session.ignored),
+        "retries": session.retries,
+        "roots": session.tree.roots,
+        "nodes": [_node(node) for node in session.tree],
+    }
 
 
 def _described(error: BaseException) -> tuple[str, int, str]:
