@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.buffer.wire.messages import AgentSpan
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import AnySpan
-from slipstream.env.base import AgentEndpoint, AgentEnv, Task
+from slipstream.env.base import AgentEndpoint, AgentEnv, AgentReward, Task
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, play_together
@@ -71,7 +71,7 @@ class AgentRollout:
         except TimeoutError:
             raise EpisodeFailed("agent_timeout", "no agent has opened the session") from None
 
-    async def _agent(self, session: Session, *, until: float) -> float | None:
+    async def _agent(self, session: Session, *, until: float) -> AgentReward | None:
         """Runs the agent, or waits for one from outside, until it has ended. Raises: EpisodeFailed, EngineError."""
         agent: asyncio.Future[Any]
         if self._env.from_outside:
@@ -116,7 +116,7 @@ class AgentRollout:
         except TimeoutError:
             raise EpisodeFailed("reward_missing", f"session {session.id} got no reward") from None
 
-    def _played(self, session: Session, reward: float | None) -> PlayedEpisode:
+    def _played(self, session: Session, reward: AgentReward | None) -> PlayedEpisode:
         """Raises: EpisodeFailed."""
         tree = session.tree
         branches = tree.branches()
@@ -128,12 +128,12 @@ class AgentRollout:
         rewards += [(max(ends.values()), posted.value) for node, posted in session.rewards() if node not in ends]
         _label(branches, session.rewards())
         if reward is not None:
-            rewards.append((max(ends.values()), reward))
+            rewards.append((max(ends.values()), reward.value))
         counts = (tree.roots, len(tree.delivered), len(branches), session.retries)
         metrics = Counter({name: float(count) for name, count in zip(METRICS, counts, strict=True)})
         metrics.update({f"ignored/{name}": float(count) for name, count in session.ignored.items()})
-        for _, posted in session.rewards():
-            metrics.update(posted.parts)  # adds those of the same name
+        for parts in [posted.parts for _, posted in session.rewards()] + ([reward.metrics] if reward else []):
+            metrics.update(parts)  # adds those of the same name
         ended: Ended = session.limit or "done"
         first, last = branches[0].transcript, branches[-1].nodes[-1][0]
         view = Episode(
@@ -175,12 +175,14 @@ def _require_not_given_up(session: Session) -> None:
         raise EpisodeFailed("session_void", "the agent closed its session as void")
 
 
-def _checked(reward: object) -> float | None:
+def _checked(reward: object) -> AgentReward | None:
     """Raises: EpisodeFailed."""
     if reward is None:
         return None
+    given = reward if isinstance(reward, AgentReward) else AgentReward(reward)  # type: ignore[arg-type]
     try:
-        return checked_number(reward)
+        metrics = {str(name): checked_number(value) for name, value in given.metrics.items()}
+        return AgentReward(checked_number(given.value), metrics)
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeFailed("agent_error", f"reward of run_agent: {error}") from None
 
