@@ -102,6 +102,7 @@ class GatewayApp:
         return Starlette(
             routes=[
                 *calls,
+                Route("/s/{id}/v1/messages/count_tokens", self._guard(self._count, anthropic.error), methods=["POST"]),
                 Route("/s/{id}/v1/models", self._guard(self._models), methods=["GET"]),
                 Route("/sessions", self._guard(self._open), methods=["POST"]),
                 *manage,
@@ -157,6 +158,14 @@ class GatewayApp:
         session.deliver(result)
         for event in dialect.events(result, call, session):
             yield event
+
+    async def _count(self, request: Request) -> Response:
+        session = self._session(request)
+        with session.receiving():
+            body = await _body(request)
+        with _readable():
+            call = anthropic.read_to_count(body, session)
+        return _json({"input_tokens": session.count_tokens(call)})
 
     async def _models(self, request: Request) -> Response:
         session = self._session(request)
