@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings bench-turns sglang-check teacher-check openenv-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings bench-turns sglang-check teacher-check openenv-check verifiers-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -55,6 +55,11 @@ sglang-check: setup
 # Log-probs of a teacher, from vLLM's own server on the CPU
 teacher-check: setup
 	@SLIPSTREAM_TEACHER_SERVER=vllm $(BIN)/pytest tests/rollout_servers/rollouts/test_teaching.py -k scores $(ARGS)
+
+# Environments of verifiers through the gateway: an environment of its own (0.6 GB) in .verifiers the first time
+verifiers-check: setup
+	@PYTHON="$(PYTHON)" sh examples/agents/setup_verifiers.sh .verifiers
+	@SLIPSTREAM_VERIFIERS_PYTHON=$(CURDIR)/.verifiers/bin/python $(BIN)/pytest tests/env/adapters/test_verifiers.py $(ARGS)
 
 # The trackers' own packages, offline: an environment of 0.9 GB in .trackers the first time
 trackers-check: setup

@@ -187,6 +187,23 @@ class AgentEndpoint:
         return f"{self.session_url}/v1"
 
 
+@dataclass(frozen=True)
+class AgentReward:
+    """The reward of an agent's episode.
+
+    Attributes:
+        value: finite.
+        metrics: numbers that are only recorded (`score/env/<name>`).
+    """
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class EnvFailed(Exception):
+    """The surroundings of an agent failed: that costs the episode (`env_error`), and is no failure of the agent."""
+
+
 class AgentEnv(Env, Protocol):
     """An `Env` whose episodes are played by agents, programs that call the policy through the gateway.
 
@@ -199,11 +216,11 @@ class AgentEnv(Env, Protocol):
     from_outside: bool
     needs_reward: bool
 
-    async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> float | None:
+    async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> AgentReward | float | None:
         """Plays one episode; returns its reward, or None where the agent posts it or the run's `rewards` score it.
 
-        All agents run in one event loop beside the server's. It may raise: that costs the episode (`agent_error`),
-        which is never a reward of 0. It is cancelled at the episode's deadline.
+        All agents run in one event loop beside the server's. It may raise: that costs the episode (`agent_error`, or
+        for EnvFailed `env_error`), which is never a reward of 0. It is cancelled at the episode's deadline.
         """
         ...
 

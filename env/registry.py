@@ -79,6 +79,7 @@ ENVS: Final = Registry(
         "rows": "slipstream.env.builtin.rows:Rows",
         "skyrl_gym": "slipstream.env.adapters.skyrl_gym:SkyrlGym",
         "textarena": "slipstream.env.adapters.textarena:Textarena",
+        "verifiers": "slipstream.env.adapters.verifiers:Verifiers",
     },
 )
 TOOLS: Final = Registry(

@@ -81,23 +81,40 @@ TEXT = TinyModel(
 )
 """Printable ASCII, and a chat template of ChatML with tools."""
 
-_CALL, _CALL_END = '<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>'
+_LETTERS: Final = "0123456789=AFSTcdehinorstw.?"
+"""Digits, and the letters of the dialogue by which a rollout server checks a chat template."""
+_NOT_SHOWN: Final = "".join(sorted(set(map(chr, range(ord(" "), ord("~") + 1))) - set(_LETTERS)))
+_CALL: Final = '<tool_call>{"name": '
+_CALLED: Final = (
+    '"lookup", "arguments": {"key": "',
+    '"final_answer", "arguments": {"answer": "',
+    '"bash", "arguments": {"command": "lookup ',
+    '"bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo ',
+)
 CALLS: Final = TinyModel(
     name="calls",
-    # The letters are those of the dialogue by which a rollout server checks a chat template.
-    tokens=(PAD, *"0123456789=", *"AFSTcdehinorstw.?", _CALL, _CALL_END, "<eos>"),
+    tokens=(PAD, *_LETTERS, *(_CALL + called for called in _CALLED), '"}}</tool_call>', "<eos>"),
     special=(PAD, "<eos>"),
     context=256,
     rope_theta=100.0,
     tied=False,
     chat_template=(
-        "{% for message in messages %}{{ message['content'] }}"
-        "{% for call in message['tool_calls'] or [] %}"
-        f"{{{{ '{_CALL}' + call['function']['arguments']['key'] + '{_CALL_END}' }}}}{{% endfor %}}"
-        "{{ '=' if message['role'] == 'tool' else '<eos>' if message['role'] == 'assistant' else '' }}{% endfor %}"
+        "{% macro shown(text) %}{% for letter in text.strip().split('\n')[-1] "
+        f"if letter not in {json.dumps(_NOT_SHOWN)} %}}{{{{ letter }}}}{{% endfor %}}{{% endmacro %}}"
+        "{% for tool in tools or [] %}{{ shown(tool['function']['name']) }}{% endfor %}"
+        "{% for message in messages if message['role'] != 'system' %}"
+        "{% if 'Calling tools:' not in message['content'] %}{{ shown(message['content']) }}{% endif %}"
+        "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + "
+        "{'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson + '</tool_call>' }}"
+        "{% endfor %}{{ '=' if message['role'] == 'tool' else '<eos>' if message['role'] == 'assistant' else '' }}"
+        "{% endfor %}"
     ),
 )
-"""Digits and, in two tokens around a key, the call of a tool `lookup`: a chat model that learns to call in minutes."""
+"""Digits and, in two tokens around a key or value, calls of the tools of some agents: it learns to call in minutes.
+
+Its chat template shows what the vocabulary has of each message's last line: agents write long prompts. Calls that
+smolagents repeats as text are left out.
+"""
 
 _VISION_TOKENS: Final = {
     "vision_start_token_id": "<|vision_start|>",
@@ -140,7 +157,7 @@ def build_model(folder: Path, kind: TinyModel, *, seed: int) -> None:
 
     Raises: ConfigError if `folder` holds anything else.
     """
-    record = {"model": kind.name, "recipe": 1, "seed": seed}
+    record = {"model": kind.name, "recipe": 2, "seed": seed}
     if _built(folder) == record:
         return
     if folder.exists() and _built(folder) is None:

@@ -19,7 +19,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.yaml_text import write_yaml
-from slipstream.env.base import Split
+from slipstream.env.base import Env, Split
 from slipstream.env.registry import build_env, check_env_options, env_factory
 from slipstream.models.folder import Decode, initial_model, text_decoder
 from slipstream.models.tiny import CHATML_TOOLS
@@ -28,6 +28,7 @@ from slipstream.rewards.registry import REWARDS
 from slipstream.rewards.scorer import Scorer
 from slipstream.tools.check import check
 from slipstream.tools.cli import at_least, printable, table_console
+from slipstream.tools.play_gateway import PlayedByHand, account_of, call_table
 from slipstream.tools.plugins import listed, options_of
 from slipstream.tools.transcript import Stretch, stretches
 
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
 
 GAMES: Final = ("gymnasium", "openenv", "skyrl_gym", "textarena")
 """Envs whose tasks have no reference."""
+BY_HAND: Final = (
+    "rollout.group_deadline_s=86400",
+    "rollout.episode.wall_s=null",
+    "buffer.ticket_deadline_s=90000",
+    "learner.wait_deadline_s=90000",
+)
+"""Settings of an episode that waits for its user."""
 KEYBOARD_CONTEXT: Final = 1 << 20
 """Tokens of an episode without a model: they are bytes."""
 BYTES_MODEL: Final = "bytes"
@@ -59,6 +67,8 @@ class PlayedTask:
     index: int
     view: Episode
     trajectories: Sequence[Trajectory]
+    session: Mapping[str, Any] | None = None
+    """The tree of calls, with --gateway."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -101,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", action="store_true", help="a held-out task; its actions are greedy")
     parser.add_argument("--model", type=Path, metavar="PATH", help="model folder; default: the configuration's model")
     parser.add_argument("--keyboard", action="store_true", help="the lines of the standard input are the actions")
+    parser.add_argument(
+        "--gateway", action="store_true", help="your agent plays it: shows the address and the key that it needs"
+    )
     parser.add_argument("--list", action="store_true", help="show the env's options, and what its package offers")
     parser.add_argument("--full", action="store_true", help="show all tokens, and long texts to their end")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -128,7 +141,8 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
     if arguments.model is not None:
         settings += [f"model.path={arguments.model}", "model.build=null"]
     if _is_file(arguments):
-        config = load_config(Path(arguments.target), [*settings, *arguments.overrides])
+        waits = BY_HAND if arguments.gateway else ()
+        config = load_config(Path(arguments.target), [*settings, *waits, *arguments.overrides])
         return config, initial_model(config)
     env_factory(arguments.target)  # a misspelt name is reported before anything is loaded
     tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
@@ -142,13 +156,11 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
         tree["rollout"] = {
             "engine": {"max_model_len": KEYBOARD_CONTEXT},
             "sampling": {"max_tokens": KEYBOARD_CONTEXT // 2},
-            "group_deadline_s": 86_400,
         }
-        tree["buffer"] = {"ticket_deadline_s": 90_000}
-        tree["learner"] = {"wait_deadline_s": 90_000}
     file = folder / "config.yaml"
     file.write_text(write_yaml(tree), encoding="utf-8")
-    config = load_config(file, [*settings, *arguments.overrides])
+    waits = BY_HAND if arguments.gateway or arguments.model is None else ()
+    config = load_config(file, [*settings, *waits, *arguments.overrides])
     check_env_options(config.env)
     if config.model.path == folder / BYTES_MODEL:
         build_bytes_model(config.model.path)
@@ -195,7 +207,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
     from slipstream.rollout_servers.rollouts.player import Player
 
     split: Split = "eval" if arguments.eval else "train"
-    env = build_env(config.env)
+    env: Env = build_env(config.env)
     if arguments.task >= env.size(split):
         raise ConfigError(f"--task {arguments.task}: env {config.env.name} has {env.size(split)} {split} tasks")
     scoring = config.scoring.model_copy(update={"workers": min(1, config.scoring.workers)})
@@ -208,13 +220,15 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
             disable_progress_bar()  # of the weights' loading
             engine = await start_engine(config, model, eos_token_ids=tokenizer.eos_token_ids)
         try:
-            player = Player.from_config(config, env, tokenizer, engine, scorer)
+            by_hand = PlayedByHand(env) if arguments.gateway else None
+            player = Player.from_config(config, by_hand or env, tokenizer, engine, scorer)
             async with serving(player.gateway, config, "try"):
+                if by_hand is not None:
+                    by_hand.gateway = player.gateway
                 unscored = await player.generate(split, arguments.task, samples=1)
                 scored = await player.score(unscored)
-            return PlayedTask(
-                config.env.name, split, arguments.task, unscored.played.episodes[0].view, scored.trajectories
-            )
+            view, session = unscored.played.episodes[0].view, by_hand and by_hand.described()
+            return PlayedTask(config.env.name, split, arguments.task, view, scored.trajectories, session)
         finally:
             await engine.close()
     finally:
@@ -270,6 +284,7 @@ def _record(played: PlayedTask, decode: Decode) -> dict[str, Any]:
             }
             for trajectory in played.trajectories
         ],
+        **({} if played.session is None else {"session": played.session}),
     }
 
 
@@ -285,11 +300,16 @@ def _turn(turn: Any) -> Mapping[str, Any]:
 def _print(played: PlayedTask, decode: Decode | None, *, full: bool) -> None:
     """Prints the turns first: the tokens may be thousands."""
     console = table_console(min_width=MIN_COLUMNS)
-    console.print(_turn_table(played.view, full=full))
+    if played.session is None:
+        console.print(_turn_table(played.view, full=full))
+    else:
+        console.print(call_table(played.session))
     console.print(_reward_table(played.trajectories[0]))
     if decode is not None:
         for trajectory in played.trajectories:
             console.print(_token_table(trajectory, decode, full=full))
+    if played.session is not None:
+        print(account_of(played.session))
     print(
         f"env {played.env}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
         f"{played.view.reference[:200]!r}" + ("" if full else "; --full shows all tokens and texts")

@@ -136,6 +136,18 @@ class RewardSpan(Record, frozen=True):
     value: float
 
 
+class AgentSpan(Record, frozen=True):
+    """The label of the agent that was given an answer, which is of the actions before `end` and after the span before.
+
+    What the answer earned by itself is in `rewards` of the trajectory, too.
+    """
+
+    end: Annotated[int, msgspec.Meta(ge=1)]
+    agent: Name
+    reward: float = 0.0
+    """Posted for this answer, or for the agent; the rest of the episode's reward is that of all its agents."""
+
+
 class ExpertLayout(Record, frozen=True):
     """Sizes of the choices of experts of a model."""
 
@@ -205,6 +217,8 @@ class Trajectory(Record, frozen=True):
     """Index of the episode within its group."""
     rewards: Annotated[list[RewardSpan], msgspec.Meta(max_length=MOST_SPANS)] = []
     """Rewards of single turns, in the order of their ends; empty: the reward arrives with the last action."""
+    agents: Annotated[list[AgentSpan], msgspec.Meta(max_length=MOST_SPANS)] = []
+    """Labels of its answers, in the order of their ends; empty: it has none."""
     images: Annotated[list[ImageId], msgspec.Meta(max_length=MOST_IMAGES)] = []
     """Images of its context, in the order of their placeholders among the tokens."""
     routed_experts: RoutedExperts | None = None

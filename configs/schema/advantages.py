@@ -23,6 +23,8 @@ class AdvantageSection(NamedSection):
     """True for advantages that read `collision_BT`."""
     needs_turns: ClassVar[bool] = False
     """True for advantages that read `turn_BT` and `state_BT`."""
+    needs_agents: ClassVar[bool] = False
+    """True for advantages that read `agent_BT` and `own_rewards_BT`."""
     needs_logprobs: ClassVar[bool] = False
     """True for advantages that read `logprobs_BT`."""
 
@@ -161,6 +163,19 @@ class GigpoConfig(AdvantageSection):
     """Scale both parts by the spread in their group."""
 
 
+class RaeGroupConfig(AdvantageSection):
+    """`rloo` for each agent of an episode by itself, told apart by the labels of its calls (role-conditioned).
+
+    An agent's reward is what was posted for it or its answers, and what the episode earned besides. It is compared with
+    that of the agents of the same label in the group's other episodes; in RAE (arXiv 2506.24119) with a moving average.
+    """
+
+    target: ClassVar[str] = _GROUP + "rae_group"
+    group_relative: ClassVar[bool] = True
+    needs_agents: ClassVar[bool] = True
+    name: Literal["rae_group"]
+
+
 class PrimeConfig(AdvantageSection):
     """RLOO of the outcomes, plus that of the implicit process rewards of each token (arXiv 2502.01456).
 
@@ -215,6 +230,7 @@ _ADVANTAGES: Final = (
     GaeConfig,
     OptimalTokenBaselineConfig,
     GigpoConfig,
+    RaeGroupConfig,
     PrimeConfig,
     WinRateConfig,
     OnlineDpoConfig,
@@ -227,6 +243,7 @@ class AdvantagePlugin(PluginSection, AdvantageSection):
 
     registry: ClassVar[Registry] = ADVANTAGES
     needs_turns: ClassVar[bool] = True  # it may read them
+    needs_agents: ClassVar[bool] = True
 
 
 if TYPE_CHECKING:

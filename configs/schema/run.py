@@ -109,7 +109,7 @@ class EnvConfig(Section):
 
     name: str = "digits"
     """A built-in (`agent`, `colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`,
-    `skyrl_gym` or `textarena`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    `skyrl_gym`, `textarena` or `verifiers`), an entry point of group `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
     tools: tuple[ToolConfig, ...] = ()

@@ -11,8 +11,9 @@ import sys
 from functools import cache
 from typing import Any
 
-import httpx
 from openai import AsyncOpenAI
+from outside import post
+from table import right_key, value_of
 
 TOOL: Any = {
     "type": "function",
@@ -29,23 +30,13 @@ async def solve(client: AsyncOpenAI, model: str, task: dict[str, Any]) -> float:
     messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
     first = (await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])).choices[0].message
     if not first.tool_calls:
-        # No call, but perhaps the beginning of one.
-        return 0.5 if (first.content or "").startswith("<tool_call>") else 0.0
-    calls: list[Any] = [*first.tool_calls]
-    asked = [str(json.loads(call.function.arguments).get("key", "")) for call in calls]
+        return 0.0
     messages.append(first.model_dump(exclude_none=True))
-    for call, key in zip(calls, asked, strict=True):
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": look_up(task, key)})
+    asked = [str(json.loads(call.function.arguments).get("key", "")) for call in first.tool_calls]
+    for call, key in zip(first.tool_calls, asked, strict=True):
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": value_of(task["info"], key)})
     await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
-    is_alone = len(calls) == 1 and not first.content
-    is_right: bool = asked[0] == task["info"]["key"]
-    return 0.5 * (1 + is_alone + (len(asked[0]) == 1 and asked[0].isdecimal()) + is_right)
-
-
-def look_up(task: dict[str, Any], key: str) -> str:
-    """The value of a key in the task's table: a wrong one for a wrong key."""
-    value: str = task["reference"]
-    return value if key == task["info"]["key"] else str((int(value) + 1) % 10)
+    return right_key(task["info"], asked)
 
 
 @cache
@@ -58,19 +49,14 @@ def shared_client() -> AsyncOpenAI:
 async def play(task: Any, endpoint: Any) -> float:
     """One episode, as the env `agent` calls it."""
     client = shared_client().with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    return await solve(client, endpoint.model, {"prompt": task.prompt, "reference": task.reference, "info": task.info})
+    return await solve(client, endpoint.model, {"prompt": task.prompt, "info": task.info})
 
 
 async def main() -> None:
     """One episode, as a program, which posts its reward."""
-    async with AsyncOpenAI() as client, httpx.AsyncClient() as http:  # OPENAI_BASE_URL and OPENAI_API_KEY
+    async with AsyncOpenAI() as client:  # OPENAI_BASE_URL and OPENAI_API_KEY
         reward = await solve(client, os.environ["OPENAI_MODEL"], json.load(sys.stdin))
-        posted = await http.post(
-            f"{os.environ['SLIPSTREAM_SESSION_URL']}/reward",
-            headers={"Authorization": f"Bearer {client.api_key}"},
-            json={"reward": reward},
-        )
-        posted.raise_for_status()
+    post(f"{os.environ['SLIPSTREAM_SESSION_URL']}/reward", os.environ["OPENAI_API_KEY"], {"reward": reward})
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ class StepPreparer:
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             turn_BT=None if rows.turn_BT is None else rows.by_episode(rows.turn_BT),
             state_BT=None if rows.state_BT is None else rows.by_episode(rows.state_BT),
+            agent_BT=None if rows.agent_BT is None else rows.by_episode(rows.agent_BT),
+            own_rewards_BT=None if rows.own_rewards_BT is None else rows.by_episode(rows.own_rewards_BT),
             total=self._total,
         )
         if self.learner.length_penalty is not None:

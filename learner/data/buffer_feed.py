@@ -200,6 +200,7 @@ def build_step(  # noqa: PLR0913  (all that a step depends on)
         [group for groups in assigned for group in groups],
         terms=[reward.name for reward in rewards if reward.weight],
         turns=any(each.advantage.needs_turns for each in chosen),
+        agents=any(each.advantage.needs_agents for each in chosen),
         algorithms=indices if len(chosen) > 1 else None,
         targets=targets,
     )

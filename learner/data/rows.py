@@ -36,6 +36,10 @@ class ActionBatch(Movable):
     """Index of each action's turn within its episode, if wanted. A turn is a run of actions without context between."""
     state_BT: Tensor | None
     """Hash of the tokens before each action's turn, from the turn before it, or the trajectory's start; no images."""
+    agent_BT: Tensor | None
+    """Hash of the label of the agent that each action's answer was given to, if wanted."""
+    own_rewards_BT: Tensor | None
+    """What answers earned by themselves, at their last actions, as far as they have a label, if wanted."""
     importance_weights_B: Tensor
     """Weight of the row in the losses of policy and critic: that of its group."""
     episode_B: Tensor
@@ -86,6 +90,7 @@ def build_rows(
     *,
     terms: Sequence[str],
     turns: bool = False,
+    agents: bool = False,
     algorithms: Sequence[int] | None = None,
     targets: Sequence[NDArray[np.bool_]] | None = None,
 ) -> ActionBatch:
@@ -94,6 +99,7 @@ def build_rows(
     Args:
         terms: names of the reward terms that are trained on.
         turns: with turns and their states.
+        agents: with the labels of agents and what each earned.
         algorithms: index of each group's algorithm; None: there is only one.
         targets: true at the targets of the cross-entropy among each trajectory's tokens; None without that stream.
     """
@@ -119,6 +125,7 @@ def build_rows(
     of_episode = [trajectories[first] for first in np.unique(episode, return_index=True)[1]]
     logprobs = np.frombuffer(b"".join(t.behaviour_logprobs for t in trajectories), dtype=LOGPROB_DTYPE)
     turn_and_state = _turns(trajectories, episode, actions) if turns else None
+    labels = _agents(trajectories, actions) if agents else None
     group_E = torch.tensor([group for group, _ in numbers], dtype=torch.long)
     greedy = [group.greedy_reward for group, _ in groups]
     return ActionBatch(
@@ -128,6 +135,8 @@ def build_rows(
         rewards_BT=padded(_rewards(trajectories, episode, actions), 0),
         turn_BT=None if turn_and_state is None else padded(turn_and_state[0], 0),
         state_BT=None if turn_and_state is None else padded(turn_and_state[1], 0),
+        agent_BT=None if labels is None else padded(labels[0], 0),
+        own_rewards_BT=None if labels is None else padded(labels[1], 0),
         importance_weights_B=torch.tensor([weight for _, weight in groups]).float().repeat_interleave(sizes),
         episode_B=torch.from_numpy(episode),
         offset_B=torch.from_numpy(offset),
@@ -200,7 +209,7 @@ def _turns(
         begins = np.flatnonzero(np.diff(own, prepend=-1) > 1)  # a sequence's first token is no action
         context_starts = np.concatenate([[0], own[begins[1:] - 1] + 1])
         hashes = [
-            int.from_bytes(blake2b(ids[before:begin].tobytes(), digest_size=8).digest(), "little", signed=True)
+            _hash(ids[before:begin].tobytes())
             for before, begin in zip(context_starts.tolist(), own[begins].tolist(), strict=False)
         ]
         turn = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(own)))
@@ -209,6 +218,28 @@ def _turns(
         played[index] = played.get(index, 0) + len(begins)
         start += len(ids)
     return np.concatenate(turns), np.concatenate(states)
+
+
+def _agents(
+    trajectories: Sequence[Trajectory], actions: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Hash of each action's label, 0 without one, and what its answer earned, at the last action; both [A]."""
+    labels, rewards = np.zeros(len(actions), dtype=np.int64), np.zeros(len(actions), dtype=np.float32)
+    start = 0
+    for trajectory in trajectories:
+        begin = int(np.searchsorted(actions, start))
+        for span in trajectory.agents:
+            end = int(np.searchsorted(actions, start + span.end))
+            if begin < end:
+                labels[begin:end] = _hash(span.agent.encode())
+                rewards[end - 1] = span.reward
+            begin = end
+        start += len(trajectory.action_mask)
+    return labels, rewards
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _versions(trajectories: Sequence[Trajectory]) -> NDArray[np.int64]:

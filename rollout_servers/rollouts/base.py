@@ -82,12 +82,14 @@ class Transcript:
         prompt_tokens: how many of them are the prompt.
         images: of the prompt.
         actions: the engine's answers, each with the index of its first token.
+        agents: labels of the answers, if agents have any.
     """
 
     token_ids: list[int]
     prompt_tokens: int
     images: Sequence[PromptImage] = ()
     actions: list[tuple[int, Completion]] = field(default_factory=list)
+    agents: Sequence[m.AgentSpan] = ()
 
     @classmethod
     def begin(cls, prompt: "Prompt") -> "Transcript":
@@ -157,6 +159,7 @@ class Transcript:
             finish_reason=finish_reason,
             episode=episode,
             rewards=list(turn_rewards),
+            agents=list(self.agents),
             images=[image_id(image.encoded) for image in self.images],
         )
 

@@ -8,6 +8,7 @@ from threading import Thread
 from typing import Any
 
 from slipstream.configs.runtime.errors import format_error
+from slipstream.env.base import EnvFailed
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, FailureReason
 
 
@@ -67,7 +68,8 @@ class EnvLoop:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            raise EpisodeFailed(self._reason, format_error(error)) from error
+            reason = "env_error" if isinstance(error, EnvFailed) else self._reason
+            raise EpisodeFailed(reason, format_error(error)) from error
 
     def _run(self) -> None:
         self._loop.run_forever()

@@ -2,15 +2,22 @@
 
 import io
 import json
+import re
+import shlex
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers.utils.logging import enable_progress_bar
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.models.digits import build_digits_model
+from slipstream.models.tiny import CALLS, build_model
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.tools.play import build_bytes_model, command
 from tests.tools.run_command import DEMO
@@ -138,3 +145,56 @@ def test_task_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _typed(monkeypatch)
     with pytest.raises(ConfigError, match="744"):
         command(["digits", "env.options={operation: copy, length: 3}", "--keyboard", "--task", "744"])
+
+
+# --- an agent by hand -------------------------------------------------------------------------------------------------
+
+DEADLINE_S = 120.0
+
+
+def _follow(commands: str) -> None:
+    """Does what the proposed commands do."""
+    for proposed in re.findall("curl (.*)", commands):
+        words = [word for word in shlex.split(proposed) if word != "-X"]
+        url = next(word for word in words if word.startswith("http"))
+        name, _, value = words[words.index("-H") + 1].partition(": ")
+        body = words[words.index("-d") + 1] if "-d" in words else ""
+        httpx.post(url, headers={name: value}, content=body, timeout=DEADLINE_S).raise_for_status()
+
+
+class _Screen(io.StringIO):
+    """Standard error; the proposed commands are followed in a thread of their own."""
+
+    def write(self, text: str, /) -> int:
+        if "Ctrl-C" in text:
+            threading.Thread(target=_follow, args=(text,), daemon=True).start()
+        return super().write(text)
+
+
+def test_agent_by_hand_gets_the_tree_of_its_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_model(tmp_path / "model", CALLS, seed=1)
+    monkeypatch.setattr(sys, "stderr", _Screen())
+    assert command(["lookup", "--gateway", "--json", "--model", str(tmp_path / "model")]) == 0
+    shown = capsys.readouterr().out
+    record = json.loads(shown[shown.index("{\n") :])  # behind the log of this process
+    (node,), (trajectory,) = record["session"]["nodes"], record["trajectories"]
+    assert record["session"]["roots"] == trajectory["reward"] == 1
+    assert node["context_ids"] + node["token_ids"] == [token["id"] for token in trajectory["tokens"]]
+    sampled = len(node["token_ids"])
+    assert record["session"]["tokens"] == {"sampled": sampled, "trained": sampled, "unused": 0}
+
+
+def test_interrupt_gives_the_session_up() -> None:
+    arguments = ["-m", "slipstream.tools.cli", "try", "lookup", "--gateway", "--keyboard"]
+    with subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        shown = list[str]()
+        while not shown or "Ctrl-C" not in shown[-1]:
+            shown.append(process.stderr.readline())
+            assert shown[-1], shown
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert "Traceback" not in errors
+    assert process.returncode == 130

@@ -63,6 +63,10 @@ class AdvantageInputs:
     """Index of each action's turn within its episode (`gigpo`)."""
     state_BT: Tensor | None = None
     """Hash of what the env showed before each action's turn (`gigpo`)."""
+    agent_BT: Tensor | None = None
+    """Hash of the label of the agent that each action's answer was given to (`rae_group`)."""
+    own_rewards_BT: Tensor | None = None
+    """Rewards of single answers and agents; a part of `rewards_BT` (`rae_group`)."""
     total: Callable[[Tensor], Tensor] = one_rank
     """Sum of a tensor over all ranks, as a new tensor; a collective, which all ranks must call equally often."""
 

@@ -182,5 +182,29 @@ def gigpo(
     return (episode_B1 + step_weight * steps_BU.gather(1, turn_BT)) * inputs.mask_BT
 
 
+def rae_group(inputs: AdvantageInputs) -> Tensor:
+    """Leave-one-out advantages of an episode's agents, each among those of its label in the group, shape [B, T].
+
+    R_p - mean_j R_p^j, where R_p is what the agent of label p earned by itself, and what the episode earned besides;
+    j are the group's other episodes with an agent of that label. 0 where there is none.
+
+    Source: role-conditioned advantages, Liu et al. 2025 (SPIRAL), arXiv 2506.24119; their baseline is a moving average
+    over training for each role of a game.
+    """
+    agent_BT = required(inputs.agent_BT, "agent_BT")
+    own_BT = required(inputs.own_rewards_BT, "own_rewards_BT") * inputs.mask_BT
+    row_A, column_A = inputs.mask_BT.nonzero(as_tuple=True)
+    # M agents of all episodes, K labels of all groups
+    members, member_A = torch.stack([row_A, agent_BT[row_A, column_A]]).unique(dim=1, return_inverse=True)
+    row_M, label_M = members
+    keys, of_label_M = torch.stack([inputs.groups.index_B[row_M], label_M]).unique(dim=1, return_inverse=True)
+    earned_M = own_BT.new_zeros(len(row_M)).index_add(0, member_A, own_BT[row_A, column_A])
+    reward_M = earned_M + (inputs.reward_B - own_BT.sum(-1))[row_M]
+    same = Groups(of_label_M, keys.shape[1])
+    size_M = same.size(reward_M.dtype)
+    left_out_M = same.deviations(reward_M) * size_M / (size_M - 1).clamp(min=1)
+    return torch.zeros_like(inputs.mask_BT).index_put((row_A, column_A), left_out_M[member_A])
+
+
 def _standardised(values: Tensor, groups: Groups, epsilon: float) -> Tensor:
     return groups.deviations(values) / (groups.std(values) + epsilon)

@@ -23,7 +23,7 @@ class Body(msgspec.Struct):
     """A request; other parameters are without effect on what is sampled."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int
+    max_tokens: int = 0
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
@@ -41,6 +41,16 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls"
 def read(body: bytes, session: Session) -> Call:
     """The call of a request's body. Raises: CallRefused, msgspec.DecodeError."""
     given = _DECODER.decode(body)
+    return _call(given, session, positive(given.max_tokens))
+
+
+def read_to_count(body: bytes, session: Session) -> Call:
+    """The call whose prompt is to be counted. Raises: CallRefused, msgspec.DecodeError."""
+    return _call(_DECODER.decode(body), session, None)
+
+
+def _call(given: Body, session: Session, max_tokens: int | None) -> Call:
+    """Raises: CallRefused."""
     if given.tool_choice is not None and given.tool_choice.get("type") == "auto":
         given.tool_choice = None
     try:
@@ -55,7 +65,7 @@ def read(body: bytes, session: Session) -> Call:
     return Call(
         messages=messages,
         tools=tools,
-        max_tokens=positive(given.max_tokens),
+        max_tokens=max_tokens,
         stop=[each for each in given.stop_sequences or () if each],
         stream=bool(given.stream),
         ignored=ignored(given, session.temperature),

@@ -106,6 +106,7 @@ class GatewayApp:
         return Router(
             routes=[
                 *calls,
+                Route("/s/{id}/v1/messages/count_tokens", self._guard(self._count, anthropic.error), methods=["POST"]),
                 Route("/s/{id}/v1/models", self._guard(self._models), methods=["GET"]),
                 Route("/sessions", self._guard(self._open), methods=["POST"]),
                 *manage,
@@ -162,6 +163,14 @@ class GatewayApp:
         for event in dialect.events(result, call, session):
             yield event
 
+    async def _count(self, request: Request) -> Response:
+        session = self._session(request)
+        with session.receiving():
+            body = await _body(request)
+        with _readable():
+            call = anthropic.read_to_count(body, session)
+        return _json({"input_tokens": session.count_tokens(call)})
+
     async def _models(self, request: Request) -> Response:
         session = self._session(request)
         return _json({"object": "list", "data": [{"id": session.model, "object": "model", "owned_by": "slipstream"}]})
@@ -191,19 +200,7 @@ class GatewayApp:
         )
 
     async def _show(self, request: Request) -> Response:
-        session = self._session(request)
-        return _json(
-            {
-                "id": session.id,
-                "state": session.state,
-                "limit": session.limit,
-                "tokens": session.account(),
-                "ignored": dict(session.ignored),
-                "retries": session.retries,
-                "roots": session.tree.roots,
-                "nodes": [_node(node) for node in session.tree],
-            }
-        )
+        return _json(described(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
@@ -272,6 +269,20 @@ class GatewayApp:
             return _json(describe(message, status, code), status, headers)
 
         return guarded
+
+
+def described(session: Session) -> dict[str, Any]:
+    """The tree of a session's calls, and the account of its tokens, as JSON values."""
+    return {
+        "id": session.id,
+        "state": session.state,
+        "limit": session.limit,
+        "tokens": session.account(),
+        "ignored": dict(session.ignored),
+        "retries": session.retries,
+        "roots": session.tree.roots,
+        "nodes": [_node(node) for node in session.tree],
+    }
 
 
 def _described(error: BaseException) -> tuple[str, int, str]:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from slipstream.buffer.wire import messages as m
+from slipstream.env.base import AgentReward
 from slipstream.models.images import decode_image
 from slipstream.rewards import base as rewards
 from slipstream.rollout_servers.engines.base import PromptImage
@@ -102,7 +103,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     state: str
     limit: rewards.Ended | None
-    reward: float | None
+    reward: AgentReward | None
     undelivered: list[str]
 
 

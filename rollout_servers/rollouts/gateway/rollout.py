@@ -1,20 +1,21 @@
 """Episodes that agents play through the gateway."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from slipstream.buffer.wire.messages import AgentSpan
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import AnySpan
-from slipstream.env.base import AgentEndpoint, AgentEnv, Task
+from slipstream.env.base import AgentEndpoint, AgentEnv, AgentReward, Task
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed, Played, PlayedEpisode, play_together
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
 from slipstream.rollout_servers.rollouts.gateway.calls import CallRefused
-from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Session, State
+from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Reward, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
 from slipstream.rollout_servers.rollouts.record import EpisodeRecord, TicketRecord
@@ -70,7 +71,7 @@ class AgentRollout:
                 await session.settle()
             return self._played(session, reward)
 
-    async def _reward(self, session: Session, *, until: float) -> float | None:
+    async def _reward(self, session: Session, *, until: float) -> AgentReward | None:
         """Runs the agent, unless it has ended on an earlier server. Raises: EpisodeFailed, EngineError."""
         if session.finished is not None:
             return session.finished.reward
@@ -88,7 +89,7 @@ class AgentRollout:
         except TimeoutError:
             raise EpisodeFailed(SILENT, "no agent has opened the session") from None
 
-    async def _agent(self, session: Session, *, until: float) -> float | None:
+    async def _agent(self, session: Session, *, until: float) -> AgentReward | None:
         """Runs the agent, or waits for one from outside, until it has ended. Raises: EpisodeFailed, EngineError."""
         agent: asyncio.Future[Any]
         if self._env.from_outside:
@@ -136,7 +137,7 @@ class AgentRollout:
         except TimeoutError:
             raise EpisodeFailed("reward_missing", f"session {session.id} got no reward") from None
 
-    def _played(self, session: Session, reward: float | None) -> PlayedEpisode:
+    def _played(self, session: Session, reward: AgentReward | None) -> PlayedEpisode:
         """Raises: EpisodeFailed."""
         tree = session.tree
         branches = tree.branches()
@@ -146,13 +147,14 @@ class AgentRollout:
         ends = _ends(branches)
         rewards = [(ends[node], posted.value) for node, posted in session.rewards() if node in ends]
         rewards += [(max(ends.values()), posted.value) for node, posted in session.rewards() if node not in ends]
+        _label(branches, session.rewards())
         if reward is not None:
-            rewards.append((max(ends.values()), reward))
+            rewards.append((max(ends.values()), reward.value))
         counts = (tree.roots, len(tree.delivered), len(branches), session.retries)
         metrics = Counter({name: float(count) for name, count in zip(METRICS, counts, strict=True)})
         metrics.update({f"ignored/{name}": float(count) for name, count in session.ignored.items()})
-        for _, posted in session.rewards():
-            metrics.update(posted.parts)  # adds those of the same name
+        for parts in [posted.parts for _, posted in session.rewards()] + ([reward.metrics] if reward else []):
+            metrics.update(parts)  # adds those of the same name
         ended: Ended = session.limit or "done"
         first, last = branches[0].transcript, branches[-1].nodes[-1][0]
         view = Episode(
@@ -165,6 +167,20 @@ class AgentRollout:
             ended=ended,
         )
         return PlayedEpisode([branch.transcript for branch in branches], view, sorted(rewards), metrics)
+
+
+def _label(branches: list[Branch], rewards: list[tuple[Node, Reward]]) -> None:
+    """Gives the transcripts the labels of their answers, if there are any, with what each earned by itself."""
+    if not any(node.agent for branch in branches for node, _ in branch.nodes):
+        return
+    own = defaultdict[Node, float](float)
+    for node, posted in rewards:
+        if posted.completion_id is not None or posted.agent is not None:
+            own[node] += posted.value
+    for branch in branches:
+        branch.transcript.agents = [
+            AgentSpan(end=end, agent=node.agent, reward=own[node]) for node, end in branch.nodes
+        ]
 
 
 async def _ended(session: Session) -> None:
@@ -180,12 +196,14 @@ def _require_not_given_up(session: Session) -> None:
         raise EpisodeFailed("session_void", "the agent closed its session as void")
 
 
-def _checked(reward: object) -> float | None:
+def _checked(reward: object) -> AgentReward | None:
     """Raises: EpisodeFailed."""
     if reward is None:
         return None
+    given = reward if isinstance(reward, AgentReward) else AgentReward(reward)  # type: ignore[arg-type]
     try:
-        return checked_number(reward)
+        metrics = {str(name): checked_number(value) for name, value in given.metrics.items()}
+        return AgentReward(checked_number(given.value), metrics)
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeFailed("agent_error", f"reward of run_agent: {error}") from None
 

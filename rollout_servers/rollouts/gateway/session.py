@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Final
 
-from slipstream.env.base import Task
+from slipstream.env.base import AgentReward, Task
 from slipstream.env.images import has_images
 from slipstream.models.images import ImageError
 from slipstream.models.tokenizer import PromptError
@@ -234,7 +234,7 @@ class Session:
         self.opened = True
         await self._keep(encode(Opened(self.id, self.key)))
 
-    async def end(self, state: State, *, reward: float | None = None) -> None:
+    async def end(self, state: State, *, reward: AgentReward | None = None) -> None:
         """Ends the session, with the reward that its agent has returned. Raises: CallRefused."""
         undelivered = [node.id for node in self.tree if not node.delivered]
         await self._keep(encode(Ended(state, self.limit, reward, undelivered)))
@@ -335,21 +335,30 @@ class Session:
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _answer(
-        self, call: Call, digests: Sequence[bytes], fingerprint: bytes, *, agent: str, trainable: bool
-    ) -> Answer:
+    def count_tokens(self, call: Call) -> int:
+        """Tokens that the prompt of a call would have. Raises: CallRefused."""
+        self._require_open()
+        _, prompt, _, _ = self._prompt(call, call.digests())
+        return len(prompt.token_ids)
+
+    def _prompt(
+        self, call: Call, digests: Sequence[bytes]
+    ) -> tuple[Node | None, Prompt, Sequence[int], Sequence[Message]]:
+        """The node that a call continues, its prompt, and of that the new tokens and messages. Raises: CallRefused."""
         parent, start = self.tree.parent(call.messages, digests)
         messages = call.messages[start:]
         try:
             if parent is not None and not has_images(messages):
-                prompt, context = self._prompts.continued(parent, messages, call)
-            else:
-                parent = None
-                prompt = self._prompts.rendered(call)
-                context = prompt.token_ids
-                messages = call.messages
+                return parent, *self._prompts.continued(parent, messages, call), messages
+            prompt = self._prompts.rendered(call)
         except (PromptError, ImageError) as error:
             raise CallRefused(f"the chat template can't render the messages: {error}") from None
+        return None, prompt, prompt.token_ids, call.messages
+
+    async def _answer(
+        self, call: Call, digests: Sequence[bytes], fingerprint: bytes, *, agent: str, trainable: bool
+    ) -> Answer:
+        parent, prompt, context, messages = self._prompt(call, digests)
         added = 0 if parent is None else len(context)
         async with self._reserved(self._prompts.most_tokens(call, prompt), added=added) as most:
             completion, stopped_by = await self._generate(call, prompt, most)

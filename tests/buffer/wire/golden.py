@@ -44,6 +44,7 @@ _TRAJECTORY = m.Trajectory(
     spans=[m.VersionSpan(version=3, start=1, end=2), m.VersionSpan(version=4, start=2, end=3)], reward=0.5,
     scores={"exact_match": 0.0, "digit_match": 0.5}, finish_reason="stop", episode=1,
     rewards=[m.RewardSpan(end=2, value=0.25), m.RewardSpan(end=3, value=0.25)], images=["8a"],
+    agents=[m.AgentSpan(end=2, agent="search", reward=0.25), m.AgentSpan(end=3, agent="")],
     routed_experts=m.RoutedExperts(
         layout=m.ExpertLayout(layers=1, per_token=2, experts=4), ids=bytes.fromhex("00030201")
     ),

@@ -30,6 +30,8 @@ NEEDS = {
     "collision_BT": {"optimal_token_baseline"},
     "turn_BT": {"gigpo"},
     "state_BT": {"gigpo"},
+    "agent_BT": {"rae_group"},
+    "own_rewards_BT": {"rae_group"},
 }
 REGISTRIES = {registry.kind: registry for registry in (ADVANTAGES, LOSSES)}
 BUILT_IN = [(kind, name) for kind, registry in REGISTRIES.items() for name in registry.built_in]

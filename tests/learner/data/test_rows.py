@@ -79,7 +79,7 @@ def step_and_split_step(draw: st.DrawFn) -> tuple[Groups, Groups]:
     return whole, parts
 
 
-def rows_of(groups: Groups, *, turns: bool = False) -> ActionBatch:
+def rows_of(groups: Groups, **wanted: bool) -> ActionBatch:
     """The rows, with the trajectories of a group's episodes in turn."""
     built = []
     for number, episodes in enumerate(groups):
@@ -88,7 +88,7 @@ def rows_of(groups: Groups, *, turns: bool = False) -> ActionBatch:
             id=str(number), kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories, greedy_reward=0.5
         )
         built.append((group, 1.0))
-    return build_rows(built, terms=("exact_match",), turns=turns)
+    return build_rows(built, terms=("exact_match",), **wanted)
 
 
 def inputs_of(rows: ActionBatch) -> AdvantageInputs:
@@ -101,6 +101,7 @@ def inputs_of(rows: ActionBatch) -> AdvantageInputs:
         values_BT=scores_EL * mask_EL, logprobs_BT=(scores_EL + 1e-3).log() * mask_EL,
         collision_BT=scores_EL.square() * mask_EL, process_rewards_BT=(scores_EL - 0.5) * mask_EL,
         reference_logprobs_BT=(scores_EL.square() + 1e-3).log() * mask_EL,
+        agent_BT=(scores_EL > 0.5).long(), own_rewards_BT=(scores_EL - 0.25) * mask_EL,
     )  # fmt: skip
 
 
@@ -156,6 +157,22 @@ def test_episode_without_actions_has_no_reward_to_place() -> None:
     whole = trajectory(np.random.default_rng(0), tokens=4)
     silent = structs.replace(whole, action_mask=bytes(4), rewards=[m.RewardSpan(end=2, value=1.0)])
     assert rows_of([[[silent]]]).rewards_BT.tolist() == [[0.0]]
+
+
+def test_labels_of_agents_are_those_of_their_answers() -> None:
+    """An answer of two runs of actions has one label; one without any comes last."""
+    mask = np.array([0, 1, 1, 0, 1, 0, 1, 1], dtype=m.MASK_DTYPE)
+    spans = [m.AgentSpan(end=5, agent="a", reward=0.5), m.AgentSpan(end=7, agent="b", reward=1.0)]
+    whole = trajectory(np.random.default_rng(0), tokens=8)
+    labelled = structs.replace(whole, action_mask=mask.tobytes(), agents=spans)
+    other = structs.replace(labelled, agents=[m.AgentSpan(end=8, agent="b")])
+    rows = rows_of([[[labelled, other]]], agents=True)
+    assert rows.agent_BT is not None
+    assert rows.own_rewards_BT is not None
+    a, b = rows.agent_BT[0, 0].item(), rows.agent_BT[0, 3].item()
+    assert rows.agent_BT.tolist() == [[a, a, a, b, 0], [b] * 5]
+    assert len({a, b, 0}) == 3
+    assert rows.own_rewards_BT.tolist() == [[0, 0, 0.5, 1.0, 0], [0] * 5]
 
 
 def test_turns_are_told_apart_by_the_tokens_before_them() -> None:

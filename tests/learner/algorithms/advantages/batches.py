@@ -16,13 +16,14 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "gdpo": {"epsilon": 1e-6}, "max_rl": {}, "rloo": {}, "opo": {}, "remax": {}, "reinforce_plus_plus": {"gamma": 0.9},
     "reinforce_plus_plus_baseline": {}, "gpg": {"scale_up_for": "no_advantage"},
     "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None}, "optimal_token_baseline": {"epsilon": 1e-8},
-    "prime": {"gamma": 0.9, "process_weight": 0.5}, "win_rate": {}, "online_dpo": {"beta": 0.5, "pairs": "all"},
+    "prime": {"gamma": 0.9, "process_weight": 0.5}, "win_rate": {}, "rae_group": {},
+    "online_dpo": {"beta": 0.5, "pairs": "all"},
     "gigpo": {"gamma": 0.9, "step_weight": 0.5, "divide_by_std": False, "epsilon": 1e-6},
 }  # fmt: skip
 """Arguments of the built-in advantages."""
 ROWS = (
     "mask_BT", "rewards_BT", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT", "turn_BT", "state_BT",
-    "reference_logprobs_BT", "process_rewards_BT",
+    "reference_logprobs_BT", "process_rewards_BT", "agent_BT", "own_rewards_BT",
 )  # fmt: skip
 """Tensors with a row for each episode."""
 
@@ -62,6 +63,7 @@ def golden_batch() -> AdvantageInputs:
         terms=RewardTerms(torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]), vector(1.0, -0.3)),
         greedy_rewards_B=INPUTS["greedy_reward"], values_BT=INPUTS["values"], logprobs_BT=INPUTS["target_logprobs"],
         collision_BT=collision_of_two(probability_BT), turn_BT=turn_BT, state_BT=turn_BT.flip(0) // 2,
+        agent_BT=turn_BT % 2 - 1, own_rewards_BT=INPUTS["values"] / 4,
         reference_logprobs_BT=INPUTS["reference_logprobs"], process_rewards_BT=INPUTS["values"].flip(0),
     )  # fmt: skip
 

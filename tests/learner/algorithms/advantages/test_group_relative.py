@@ -24,6 +24,7 @@ from slipstream.learner.algorithms.advantages.group_relative import (
     opo,
     penalise_length,
     prime,
+    rae_group,
     reinforce_plus_plus_baseline,
     rloo,
 )
@@ -139,6 +140,23 @@ def test_length_penalty_scales_with_pass_rate() -> None:
     torch.testing.assert_close(penalised.reward_B, vector(1 - 0.1, 1 - 0.2, 1 - 0.1, -0.05, -1, 0))
     torch.testing.assert_close(penalised.rewards_BT[0], vector(0.9, 0, 0, 0))
     torch.testing.assert_close(of_episodes(dr_grpo(penalised))[:4], vector(0.05, -0.05, 0.475, -0.475))
+
+
+def test_each_agent_is_compared_with_those_of_its_label() -> None:
+    """Agent 1 acts in all episodes, agent 2 in two of the first group, agent 3 in one; another group is apart."""
+    inputs = replace(
+        batch([[3.0, 1.0, 2.0], [5.0, 1.0]], lengths=[4, 3, 1, 1, 2]),
+        rewards_BT=matrix([0, 0.5, 0, 2.5], [0, 1, 0, 0], [2, 0, 0, 0], [5, 0, 0, 0], [0, 1, 0, 0]),
+        agent_BT=torch.tensor([[1, 2, 2, 1], [1, 2, 3, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]),
+        own_rewards_BT=matrix([0, 0.5, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
+    )
+    # Besides the agents' own the episodes earned 2.5, 0 and 2: agent 1 has these, agent 2 has 2.5 + 0.5 and 0 + 1.
+    expected_BT = matrix(
+        [2.5 - 1, 3 - 1, 3 - 1, 2.5 - 1], [0 - 2.25, 1 - 3, 0, 0], [2 - 1.25, 0, 0, 0], [4, 0, 0, 0], [-4, -4, 0, 0]
+    )
+    torch.testing.assert_close(rae_group(inputs), expected_BT)
+    alone = replace(inputs, agent_BT=torch.zeros_like(inputs.agent_BT))  # type: ignore[arg-type]
+    torch.testing.assert_close(rae_group(alone), rloo(inputs))
 
 
 def test_gigpo_compares_turns_of_same_state_within_group() -> None:

@@ -1,5 +1,7 @@
-"""The examples of agents, as function and as program, against an engine with scripted answers."""
+"""The examples of agents, as function, as program and in environments of their own, against scripted answers."""
 
+import asyncio
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from slipstream.configs.load import load_config
 from slipstream.env.registry import build_env
 from slipstream.models.tiny import CALLS, build_model
 from slipstream.models.tokenizer import Tokenizer
-from tests.rollout_servers.rollouts.gateway.harness import Recorder, served
+from tests.rollout_servers.rollouts.gateway.harness import Recorder, run_config, served
 from tests.rollout_servers.rollouts.test_conversation import chat_answer
 
-EXAMPLES = Path(__file__).parents[4] / "examples" / "agents"
+ROOT = Path(__file__).parents[4]
+DEADLINE_S = 120.0
+EXAMPLES = ROOT / "examples" / "agents"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,11 @@ def lookup(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load_config(EXAMPLES / "lookup.yaml")
 
 
-CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "'
+def call(name: str, argument: str, value: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"{argument}": "{value}"}}}}</tool_call>'
+
+
+RIGHT, WRONG = call("lookup", "key", "5"), call("lookup", "key", "4")
 WAYS: dict[str, dict[str, Any]] = {
     "function": {"function": "lookup:play"},
     "command": {"command": [sys.executable, str(EXAMPLES / "lookup.py")]},
@@ -40,12 +48,11 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("way", "text", "reward"),
     [
-        ("function", CALL + '5"}}</tool_call>', 2.0),
-        ("function", CALL + '4"}}</tool_call>', 1.5),
-        ("function", "3" + CALL + '4"}}</tool_call>', 1.0),
-        ("function", CALL, 0.5),
-        ("function", "3", 0.0),
-        ("command", CALL + '5"}}</tool_call>', 2.0),
+        ("function", RIGHT, 1.0),
+        ("function", WRONG, 0.0),
+        ("function", RIGHT + RIGHT, 0.0),
+        ("function", '<tool_call>{"name": "lookup", "arguments": {"key": "', 0.0),
+        ("command", RIGHT, 1.0),
         ("command", "3", 0.0),
     ],
 )
@@ -53,12 +60,68 @@ async def test_lookup_earns_by_its_call(model: Path, lookup: Any, way: str, text
     options = {"tasks": {"name": "lookup"}, **WAYS[way]}
     env = build_env(lookup.env.model_copy(update={"options": options}))
     assert env.task("train", 0).prompt == "5="
-    tokenizer = Tokenizer(model)
-    recorder = Recorder(None, [chat_answer(tokenizer, f"{each}<eos>") for each in (text, "3")])
-    sampling = {"sampling": lookup.rollout.sampling.model_dump(), "episode": lookup.rollout.episode.model_dump()}
-    async with served(model, recorder, env, **sampling) as player:
+    recorder = scripted(model, text, "3")
+    async with served(model, recorder, env, **rollout_of(lookup)) as player:
         (trajectory,) = await player.play("train", 0, samples=1)
     assert trajectory.reward == reward
     calls = [context + list(answer.token_ids) for context, answer in recorder.calls]
     assert codec.token_ids(trajectory).tolist() == calls[-1]
-    assert len(calls) == (2 if reward >= 1 else 1)
+    assert len(calls) == (2 if text.endswith("</tool_call>") else 1)
+
+
+def scripted(model: Path, *texts: str) -> Recorder:
+    tokenizer = Tokenizer(model)
+    return Recorder(None, [chat_answer(tokenizer, f"{text}<eos>") for text in texts])
+
+
+def rollout_of(config: Any) -> dict[str, Any]:
+    return {"sampling": config.rollout.sampling.model_dump(), "episode": config.rollout.episode.model_dump()}
+
+
+BASH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo "
+HARNESSES = {
+    # smolagents repeats its calls as text, so each call is a sequence of its own.
+    "smolagents": (
+        "smol.py",
+        [RIGHT, call("final_answer", "answer", "VALUE")],
+        ["ooinnswer5=", "ooinnswer5=<eos>VALUE"],
+    ),
+    "mini-swe-agent": (
+        "mini.py",
+        [call("bash", "command", "lookup 5"), call("bash", "command", f"{BASH}VALUE")],
+        ["sh5=" + call("bash", "command", "lookup 5") + "<eos>VALUE="],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_harness_in_its_environment_plays_lookup(model: Path, lookup: Any, name: str) -> None:
+    python = ROOT / ".agents" / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: sh examples/agents/setup.sh {name}")
+    env = build_env(load_config(EXAMPLES / "harness.yaml").env)
+    task = env.task("train", 0)
+    script, texts, prompts = HARNESSES[name]
+    value = value_of(task.info)
+    recorder = scripted(model, *(text.replace("VALUE", value) for text in texts))
+    async with served(model, recorder, env, **rollout_of(lookup)) as player:
+        command = [python, str(EXAMPLES / script), str(run_config(model).paths.root)]
+        with subprocess.Popen(command) as harness:
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    trajectories = await player.play("train", 0, samples=1)
+            finally:
+                harness.terminate()
+    assert trajectories[0].scores | {"env/lookup": 1, "env/answer": 1} == trajectories[0].scores
+    assert [trajectory.reward for trajectory in trajectories] == [2.0] * len(prompts)
+    calls = [context + list(answer.token_ids) for context, answer in recorder.calls]
+    assert [codec.token_ids(trajectory).tolist() for trajectory in trajectories] == calls[-len(prompts) :]
+    decoded = [Tokenizer(model).decode_whole(context) for context, _ in recorder.calls]
+    assert decoded[-len(prompts) :] == [prompt.replace("VALUE", value) for prompt in prompts]
+
+
+def value_of(info: Any) -> str:
+    from table import value_of  # of the examples
+
+    value: str = value_of(info, info["key"])
+    return value

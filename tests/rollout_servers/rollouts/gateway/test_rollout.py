@@ -21,7 +21,7 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.rollouts.base import image_id
 from tests.rollout_servers.rollouts.chat import build_chat_model
-from tests.rollout_servers.rollouts.gateway.harness import AgentTask, Recorder, client, run_config, served
+from tests.rollout_servers.rollouts.gateway.harness import AgentTask, Http, Recorder, client, run_config, served
 from tests.rollout_servers.rollouts.test_conversation import chat_answer, learner_logprobs
 from tests.vision import IMAGE_TOKEN, write_vision_model
 
@@ -232,6 +232,61 @@ async def test_branches_of_an_episode_have_one_weight(model: Path, tokenizer: To
     assert rows.episodes == 2
     assert sorted(rows.by_episode(rows.rewards_BT).sum(dim=1).tolist()) == [0, 1]
     assert int(rows.mask_BT.sum()) == sum(len(answer.token_ids) for _, answer in recorder.calls)
+
+
+async def test_sub_agent_and_compaction_train_each_token_once(model: Path, tokenizer: Tokenizer) -> None:
+    """A main agent asks another one, sums its dialogue up, and goes on from the summary alone."""
+
+    async def agent(task: Task, endpoint: AgentEndpoint) -> float:
+        async with client(endpoint) as openai:
+
+            async def ask(label: str, *messages: Any) -> list[Any]:
+                answer = await openai.chat.completions.create(
+                    model="any", messages=messages, extra_headers={"x-slipstream-agent": label}
+                )
+                return [*messages, answer.choices[0].message.model_dump()]
+
+            def user(text: str) -> dict[str, str]:
+                return {"role": "user", "content": text}
+
+            trunk = await ask("main", user("A"))
+            found = (await ask("search", user("B")))[-1]["content"]
+            posted = await Http.of(endpoint).ask("/reward", {"reward": 0.5, "agent": "search"})
+            assert posted.status_code == 200
+            trunk = await ask("main", *trunk, user(found))
+            summary = (await ask("main", *trunk, user("Sum up.")))[-1]["content"]
+            await ask("main", user(summary))
+        return 1.0
+
+    texts = ["Plan.", "Found.", "Long.", "Short.", "Done."]
+    recorder = Recorder(None, [chat_answer(tokenizer, f"{text}<|im_end|>") for text in texts])
+    async with served(model, recorder, AgentTask(agent)) as player:
+        trajectories = await player.play("train", 0, samples=1)
+    assert answered(trajectories) == sampled(recorder)
+    plan, search, long, short, done = ([*answer.token_ids] for _, answer in recorder.calls)
+    contexts = [len(context) for context, _ in recorder.calls]
+
+    def masked(*lengths: int) -> list[int]:
+        """Of stretches of context and actions in turn."""
+        return [place % 2 for place, length in enumerate(lengths) for _ in range(length)]
+
+    between = [contexts[2] - contexts[0] - len(plan), contexts[3] - contexts[2] - len(long)]
+    assert [codec.action_mask(each).tolist() for each in trajectories] == [
+        masked(contexts[1], len(search)),
+        masked(contexts[0], len(plan), between[0], len(long), between[1], len(short)),
+        masked(contexts[4], len(done)),
+    ]
+    ends = [contexts[0] + len(plan), contexts[2] + len(long), contexts[3] + len(short)]
+    assert [each.agents for each in trajectories] == [
+        [m.AgentSpan(end=contexts[1] + len(search), agent="search", reward=0.5)],
+        [m.AgentSpan(end=end, agent="main") for end in ends],
+        [m.AgentSpan(end=contexts[4] + len(done), agent="main")],
+    ]
+    assert {each.reward for each in trajectories} == {1.5}
+    group = m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories)
+    rows = build_rows([(group, 1.0)], terms=("none",), agents=True)
+    assert rows.own_rewards_BT is not None
+    assert rows.own_rewards_BT.sum() == rows.own_rewards_BT[0, len(search) - 1] == 0.5
 
 
 async def test_images_come_with_the_call(tmp_path: Path) -> None:
