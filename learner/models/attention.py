@@ -163,13 +163,14 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
         if is_plain:
             return tree_attention(query, key, value, tree, kernel.scaling), None
         return kernel.by_paths(query, key, value, tree, window, softcap), None
+    runs = [(length, sum(1 for _ in run)) for length, run in groupby(segment_lengths)]
+    # Split, not sliced: a slice's backward pass fills a gradient of all tokens. Tokens first, as in the projections.
+    states_THD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    parts = zip(*(each.split([length * count for length, count in runs]) for each in states_THD), strict=True)
     pieces = []
-    for start, length, count in _runs(segment_lengths):
+    for (length, count), part in zip(runs, parts, strict=True):
         # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
-        query_NHLD, key_NHLD, value_NHLV = (
-            states[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
-            for states in (query, key, value)
-        )
+        query_NHLD, key_NHLD, value_NHLV = (each.unflatten(0, (count, length)).transpose(1, 2) for each in part)
         if softcap is not None:
             out_NHLV = kernel.soft_capped(query_NHLD, key_NHLD, value_NHLV, window, softcap)
         elif window is None or length <= window:
@@ -367,12 +368,3 @@ def _chunks(lengths: Sequence[int], most: int) -> Iterator[int]:
     """Lengths of the chunks of sequences; only a sequence's last may be shorter than `most`."""
     for length in lengths:
         yield from (min(most, length - start) for start in range(0, length, most))
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first token, length, count) of each run of equal lengths."""
-    start = 0
-    for length, run in groupby(lengths):
-        count = sum(1 for _ in run)
-        yield start, length, count
-        start += length * count

@@ -19,6 +19,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
+from slipstream.learner.models.fused_layers import fuse_layers
 from slipstream.learner.models.layers import (
     Checkpointing,
     backbone_of,
@@ -235,6 +236,8 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
     checkpoint_activations(model, decoder.layers, options.activation_checkpointing)
     if options.compile:
         compile_layers(decoder.layers)
+    elif options.dtype == torch.float32 and world.device.type == "cpu":
+        fuse_layers(model)
     if world.is_root:
         _log_differences(path, model)
     return loader
