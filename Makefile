@@ -138,7 +138,7 @@ bench-learner: setup
 	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
 	@$(BIN)/python -m benchmarks learner --trl-python .trl/bin/python $(ARGS)
 
-# SFT and DPO in turns with TRL (installed as for bench-demo): half an hour on idle cores
+# SFT and DPO in turns with TRL (installed as for bench-demo): 10 minutes on idle cores
 bench-trainings: setup
 	@PYTHON="$(PYTHON)" sh benchmarks/setup_trl.sh .trl
 	@$(BIN)/python -m benchmarks trainings --trl-python .trl/bin/python $(ARGS)
@@ -156,7 +156,8 @@ bench-weights: setup
 bench-turns: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks turns $(ARGS)
 
-# Tokens trained per second by bound of staleness, on two cores: 10 minutes, and only on an idle machine
+# Tokens trained per second by bound of staleness, on two cores: 10 minutes, and only on an idle machine. In turns with
+# TRL, on answers of log-normal length: make bench-pipeline ARGS=--trl
 bench-pipeline: setup
 	@$(BIN)/python -m benchmarks pipeline $(ARGS)
 

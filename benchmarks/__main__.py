@@ -26,7 +26,7 @@ PARTS = {
     "head": "log-probs from hidden states, beside those from all logits",
     "learner": "a learner's step on a CPU, in turns with a plain loop and TRL",
     "length": "a learner's step by length of answers and number of ranks, a core for each",
-    "pipeline": "speed of the whole system by bound of staleness, beside the limit",
+    "pipeline": "speed of the whole system by bound of staleness, beside the limit or in turns with TRL",
     "staleness": "learning from data that is k steps old, with each objective or recipe",
     "streams": "the dashboard's server: its first answer over a long run, and CPU time by number of clients",
     "trainings": "SFT and DPO on ragged rows, in turns with TRL",
@@ -62,7 +62,9 @@ def command(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(chosen.arguments)
     figures = Figures()
     details = part.measure(options, figures)
-    figures.save(options.json, settings={"part": chosen.part, **vars(options)}, details=details)
+    figures.save(
+        options.json, settings={"part": chosen.part, "arguments": chosen.arguments, **vars(options)}, details=details
+    )
     return 1 if figures.failed else 0
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -105,13 +105,22 @@ def answer_lengths(answers: int, tokens: int) -> list[int]:
     return [int(length) + 1 for length in own]
 
 
-def run_loop(workers: Workers, python: Path, loop: str, folder: Path, task: Mapping[str, Any]) -> dict[str, float]:
-    """Runs another loop, for the model in `folder`. Raises: SlipstreamError when it fails."""
+def run_loop(
+    workers: Workers,
+    python: Path,
+    loop: str,
+    folder: Path,
+    task: Mapping[str, Any],
+    environment: Mapping[str, str] = {},
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Runs another loop, for the model in `folder`; calls `tick` meanwhile. Raises: SlipstreamError when it fails."""
     (folder / "case.json").write_text(json.dumps(dict(task)), encoding="utf-8")
     command = [str(python.absolute()), str(LOOPS), loop, str(folder)]
-    with workers.command(f"{folder.name}-{loop}", command, {"OMP_NUM_THREADS": str(task["threads"])}) as child:
-        workers.wait(child)
-    result: dict[str, float] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    threads = {"OMP_NUM_THREADS": str(task["threads"])}
+    with workers.command(f"{folder.name}-{loop}", command, {**threads, **environment}) as child:
+        workers.wait(child, tick)
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return result
 
 

@@ -1,8 +1,8 @@
 """Other loops on the same tasks; runs in an environment with torch, transformers and (but for `plain`) TRL.
 
-Usage: loops.py plain|trl|demo|sft|dpo FOLDER. `FOLDER/case.json` has the step of `plain` and `trl` (see `learner.py`),
-the tasks and settings of `demo` (see `demo.py`) or the rows and settings of `sft` and `dpo` (see `trainings.py`),
-`FOLDER/model` the initial model; writes `FOLDER/result.json`.
+Usage: loops.py plain|trl|demo|answers|sft|dpo FOLDER. `FOLDER/case.json` has the step of `plain` and `trl` (see
+`learner.py`), the tasks and settings of `demo` (see `demo.py`) and `answers` (see `pipeline_trl.py`) or the rows and
+settings of `sft` and `dpo` (see `trainings.py`), `FOLDER/model` the initial model; writes `FOLDER/result.json`.
 """
 
 import json
@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -225,6 +226,107 @@ def train_demo(folder: Path, case: Case) -> dict[str, float]:
     return clock.means() | {"score": right.count(True) / len(right)}
 
 
+def favoured_share(answer: str, reference: str, info: Any) -> float:
+    """Reward: share of the words with a plus sign."""
+    return answer.count("+") / max(1, len(answer.split()))
+
+
+class AnswersMeter(transformers.TrainerCallback):  # type: ignore[misc]
+    """Time, answers and CPU time of each training step; ends the training when its time is up.
+
+    Attributes:
+        steps: of each step its seconds, those of generation, the answers' tokens and their mean reward.
+        cpu_s: CPU time of the measured steps.
+    """
+
+    def __init__(self, *, warm_up_steps: int, seconds: float) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.cpu_s = 0.0
+        self._warm_up_steps, self._seconds = warm_up_steps, seconds
+        self._generate_s = 0.0
+        self._lengths: list[int] = []
+        self._rewards: list[float] = []
+
+    def attach(self, trainer: Any) -> None:
+        """Measures a trainer, whose reward function is `reward`."""
+        self._generate = trainer._generate_single_turn
+        trainer._generate_single_turn = self._timed
+        trainer.add_callback(self)
+
+    def _timed(self, *arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        answers = self._generate(*arguments, **options)
+        self._generate_s += time.perf_counter() - began
+        return answers
+
+    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+        """The reward function, called once with all answers of a step."""
+        self._lengths = [len(ids) for ids in completion_ids]
+        self._rewards = [favoured_share(text, "", {}) for text in completions]
+        return self._rewards
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Called by the trainer."""
+        self._ended = time.perf_counter()
+
+    def on_step_end(self, _: object, __: object, control: Any, **___: object) -> None:
+        """Called by the trainer."""
+        before, self._ended = self._ended, time.perf_counter()
+        step = {
+            "step_s": self._ended - before,
+            "wait_s": self._generate_s,
+            "tokens": sum(self._lengths),
+            "reward": sum(self._rewards) / len(self._rewards),
+        }
+        self.steps.append(step)
+        self._generate_s = 0.0
+        if len(self.steps) == self._warm_up_steps:
+            self._began = self._ended, time.process_time()
+        elif len(self.steps) > self._warm_up_steps:
+            began, cpu_began = self._began
+            self.cpu_s = time.process_time() - cpu_began
+            control.should_training_stop |= self._ended - began >= self._seconds
+
+
+def enable_vllm_on_a_cpu() -> None:
+    """Lets TRL's colocated vLLM run here: vLLM's own function loads the weights, where TRL's loads them into layers
+    that vLLM has packed for the CPU and fails. In float32 as the learner; vLLM would choose bfloat16.
+    """
+    torch.cpu._init_amx()  # without this permission vLLM's attention can end the process by SIGILL
+    generation: Any = import_module("trl.generation.vllm_generation")
+
+    def sync_weights(self: Any) -> None:
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        worker.model_runner.reload_weights(weights_iterator=self._iter_named_params())
+        self.llm.reset_prefix_cache()
+
+    generation.VLLMGeneration.sync_weights = sync_weights
+    generation.LLM = partial(generation.LLM, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+
+
+def train_answers(folder: Path, case: Case) -> dict[str, Any]:
+    """Trains on answers of many lengths until the time is up: each step, and CPU time of the measured ones."""
+    settings, meter = dict(case["settings"]), AnswersMeter(warm_up_steps=case["warm_up_steps"], seconds=case["seconds"])
+    if case["engine"] == "vllm":
+        enable_vllm_on_a_cpu()
+        # As if the log-probs of vLLM and the model were equal: TRL would compute them once more.
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
+        settings |= {"vllm_max_model_length": case["model_length"]}
+    trainer = grpo_trainer(
+        load(folder),
+        transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        [{"prompt": prompt} for prompt in case["prompts"]],
+        meter.reward,
+        output_dir=str(folder / "trl"),
+        save_strategy="no",
+        lr_scheduler_type="constant",
+        **settings,
+    )
+    meter.attach(trainer)
+    trainer.train()
+    return {"steps": meter.steps, "cpu_s": {"TRL": meter.cpu_s}}
+
+
 def train_rows(kind: str, folder: Path, case: Case) -> dict[str, Any]:
     """Trains by SFT or DPO on the case's rows in their order: median time of a step, peak memory, loss of each step."""
     trl, datasets = import_module("trl"), import_module("datasets")
@@ -259,8 +361,8 @@ def main(loop: str, folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
     torch.set_num_threads(case["threads"])
     result: dict[str, Any]
-    if loop == "demo":
-        result = train_demo(folder, case)
+    if loop in ("demo", "answers"):
+        result = {"demo": train_demo, "answers": train_answers}[loop](folder, case)
     elif loop in ("sft", "dpo"):
         result = train_rows(loop, folder, case)
     else:

@@ -6,6 +6,7 @@ A table stands between the comments `<!-- results: PART -->` and `<!-- end -->` 
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,7 +39,8 @@ def load_results(folder: Path = RESULTS) -> dict[str, Any]:
 def _section(part: str, record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     devices = ", ".join([f"{machine['cores']} cores", *(gpu["name"] for gpu in machine["gpus"])])
-    context = f"`python -m benchmarks {part}`, {record['time'][:10]}, {devices}"
+    command = shlex.join(["python", "-m", "benchmarks", part, *record["settings"].get("arguments", [])])
+    context = f"`{command}`, {record['time'][:10]}, {devices}"
     tables = _tables([_figure(**fields) for fields in record["figures"]])
     return f"{context} ([results](../{RESULTS}/{part}.json)):\n\n" + "\n".join(tables)
 

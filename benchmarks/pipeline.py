@@ -1,4 +1,4 @@
-"""Speed of the whole system by bound of staleness, beside the limit of overlapping phases.
+"""Speed of the whole system by bound of staleness, beside the limit of overlapping phases; `--trl`: `pipeline_trl`.
 
 Generator and learner have a core each; buffer and Redis run on the learner's. In the synchronous run the phases
 alternate: a step takes G (the learner waits for groups) + T (it trains and publishes). Phases that overlap completely
@@ -8,6 +8,7 @@ take max(G, T).
 import argparse
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks import pipeline_trl
 from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.weights_learner import Shape, build_policy, weights_config
 from benchmarks.workers import Workers, free_port
@@ -25,6 +27,8 @@ from slipstream.tools.cli import at_least
 
 WARM_UP_STEPS = 5
 GROUP_SIZE = 8
+ENGINES = ("vllm", "hf")
+THIS_PYTHON = Path(os.path.relpath(sys.executable))
 THREE_MILLION = Shape(vocabulary=32, hidden=256, layers=3)
 ANSWER_TOKENS, PROMPT_TOKENS = 64, 16
 """Of each answer; of a prompt at most."""
@@ -135,19 +139,30 @@ def figures_of(by_staleness: Mapping[int, Sequence[Speed]]) -> Iterator[Figure]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The runs."""
-    add = parser.add_argument
-    add("--staleness", nargs="+", type=at_least(0), default=[1, 2, 4], help="values of max_staleness besides 0")
-    add("--steps", type=at_least(1), default=40, help="measured steps of a run")
-    add("--groups-per-step", type=at_least(1), default=8, help="groups of 8 answers in a step")
-    add("--rounds", type=at_least(1), default=1, help="runs of each case, in turns")
-    add("--engine", choices=("vllm", "hf"), default="vllm", help="rollout.engine.name")
+    add, positive = parser.add_argument, at_least(1)
+    add("--staleness", nargs="+", type=at_least(0), default=[1, 4], help="values of max_staleness, without TRL also 0")
+    add("--rounds", type=positive, default=1, help="runs of each case, in turns")
+    add("--groups-per-step", type=positive, default=4, help="groups of 8 answers in a step")
+    add("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="rollout.engine.name, without --trl the first")
+    alone = parser.add_argument_group("without --trl")
+    alone.add_argument("--steps", type=positive, default=40, help="measured steps of a run")
+    beside = parser.add_argument_group("in turns with TRL, with answers of log-normal length: 12 minutes on idle cores")
+    add = beside.add_argument
+    add("--trl", nargs="?", type=Path, const=THIS_PYTHON, help="interpreter with TRL and vLLM, or this one")
+    add("--seconds", type=positive, default=75, help="measured time of a run")
+    add("--micro-batch", type=positive, default=8, help="answers of one of TRL's micro-batches")
+    add("--lr", type=float, default=5e-4, help="learner.optimizer.lr")
 
 
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
     """Measures and shows all figures.
 
-    Raises: ConfigError on a machine with one core, SlipstreamError when a process fails.
+    Raises: ConfigError on a machine with one core or without `--trl`'s file, SlipstreamError when a process fails.
     """
+    if options.trl is not None:
+        if not options.trl.is_file():
+            raise ConfigError(f"--trl {options.trl}: there is no such file; leave it out for this environment's TRL")
+        return pipeline_trl.measure(options, figures)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("pipeline needs two cores, one for the generator and one for the learner")
@@ -166,7 +181,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
                 staleness=staleness,
                 steps=options.steps,
                 groups_per_step=options.groups_per_step,
-                engine=options.engine,
+                engine=options.engines[0],
             )
             speeds[staleness].append(run(workers, config, cores[:2]))
     figures.show(*figures_of(speeds))

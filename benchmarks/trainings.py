@@ -41,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trainings", nargs="+", choices=TRAININGS, default=TRAININGS, help="which to measure")
     add("--rounds", type=at_least(1), default=2, help="runs of each")
-    add("--steps", type=at_least(2), default=6, help="steps of a run; all but the first are measured")
-    add("--rows", type=at_least(2), default=32, help="rows or pairs of a step")
-    add("--tokens", type=at_least(2), default=128, help="mean length of the log-normal answers")
+    add("--steps", type=at_least(2), default=4, help="steps of a run; all but the first are measured")
+    add("--rows", type=at_least(2), default=16, help="rows or pairs of a step")
+    add("--tokens", type=at_least(2), default=64, help="mean length of the log-normal answers")
     add("--micro-batch", type=at_least(1), default=8, help="rows or pairs of one of TRL's padded micro-batches")
     add("--token-budget", type=at_least(8), default=4096, help="of our packed micro-batches")
     add_trl_option(parser)

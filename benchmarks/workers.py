@@ -108,9 +108,11 @@ class Workers:
     def command(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] = ONE_THREAD
     ) -> Iterator[Child]:
-        """A process."""
-        yield self._supervisor.start(name, command, environment)
-        self._supervisor.stop(name)
+        """A process, which ends with the context."""
+        try:
+            yield self._supervisor.start(name, command, environment)
+        finally:
+            self._supervisor.stop(name)
 
     @contextlib.contextmanager
     def process(

@@ -21,9 +21,13 @@ def test_table_has_values_units_and_goals() -> None:
         {"name": "small: share", "value": 0.5, "unit": "", "goal": goal, "met": False},
         {"name": "|Δ|", "value": 0.0123, "unit": "nats", "goal": None, "met": None},
     ]
-    record = {"time": "2026-01-02 03:04", "machine": {"cores": 2, "gpus": [{"name": "H100"}]}, "figures": figures}
+    machine = {"cores": 2, "gpus": [{"name": "H100"}]}
+    settings = {"arguments": ["--rounds", "2"]}
+    record = {"time": "2026-01-02 03:04", "machine": machine, "settings": settings, "figures": figures}
     page = filled("before\n<!-- results: fit -->\nold\n<!-- end -->\nafter", {"fit": record})
-    assert page.startswith("before\n<!-- results: fit -->\n`python -m benchmarks fit`, 2026-01-02, 2 cores, H100 ")
+    assert page.startswith(
+        "before\n<!-- results: fit -->\n`python -m benchmarks fit --rounds 2`, 2026-01-02, 2 cores, H100 "
+    )
     assert "| small | 2.5 s | 1,234 MB | 0.5 (>= 0.9: **missed**) |\n" in page
     assert "| \\|Δ\\| | 0.0123 nats |\n<!-- end -->\nafter" in page
     assert "old" not in page

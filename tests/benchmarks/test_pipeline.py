@@ -15,7 +15,7 @@ DEMO_CHANGES = (
     "learner.steps=12 learner.groups_per_step=4 learner.optimizer.warmup_steps=0 "
     "rollout.engine.name=hf rollout.engine.kv_cache_bytes=null"
 )
-PIPELINE = "--steps 2 --groups-per-step 1 --staleness 1 --engine hf"
+PIPELINE = "--steps 2 --groups-per-step 1 --staleness 1 --engines hf"
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -28,10 +28,12 @@ def test_demo_without_trl(measured: Measure) -> None:
     assert value["CPU time of a step"] == pytest.approx(sum(value[name] for name in processes))
 
 
-@pytest.mark.parametrize("part", ["demo", "learner"])
-def test_absent_interpreter_of_trl_is_refused(tmp_path: Path, part: str) -> None:
-    with pytest.raises(ConfigError, match="--trl-python"):
-        command([part, "--trl-python", str(tmp_path / "absent")])
+@pytest.mark.parametrize(
+    ("part", "option"), [("demo", "--trl-python"), ("learner", "--trl-python"), ("pipeline", "--trl")]
+)
+def test_absent_interpreter_of_trl_is_refused(tmp_path: Path, part: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        command([part, option, str(tmp_path / "absent")])
 
 
 def test_trl_has_the_demos_tasks_and_settings() -> None:

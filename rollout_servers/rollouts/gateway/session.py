@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Final
 
-from slipstream.env.base import AgentReward, Task
+from slipstream.env.base import AgentReward, Message, Task
 from slipstream.env.images import has_images
 from slipstream.models.images import ImageError
 from slipstream.models.tokenizer import PromptError
