@@ -80,6 +80,28 @@ async def test_single_turn_is_scored_by_its_rubric(model: Path, build: Any, answ
 
 
 @needs_verifiers
+@pytest.mark.parametrize(("fails", "reward"), [("", 1.0), ("reward", None), ("harness", None)])
+async def test_taskset_is_played_by_its_harness(
+    model: Path, build: Any, answering: Any, fails: str, reward: float | None
+) -> None:
+    env = build("capitals", agent={"runtime": {"type": "subprocess"}}, taskset={"fails": fails})
+    task = env.task("train", 0)
+    assert task.info["name"] == task.prompt.removeprefix("Capital of ")
+    async with served(model, answering(f"{task.info['name']}ville"), env) as player:
+        if reward is None:
+            with pytest.raises(EpisodeFailed, match="broken") as failed:
+                await player.play("train", 0, samples=1)
+            assert failed.value.reason == "env_error"
+        else:
+            (trajectory,) = await player.play("train", 0, samples=1)
+            assert (trajectory.reward, trajectory.scores["env/right"], trajectory.scores["env/words"]) == (
+                1.0,
+                1.0,
+                1.0,
+            )
+
+
+@needs_verifiers
 @pytest.mark.parametrize(("fault", "shown"), [("reward", "the judge is down"), ("process", "ended with code 7")])
 async def test_failures_are_no_rewards(model: Path, build: Any, answering: Any, fault: str, shown: str) -> None:
     env = build("sums", fault=fault)
