@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -43,6 +43,8 @@ DEADLINE_S = 600.0
 END_S = 10.0
 SHARE = Goal(">=", 0.9)
 CPU_MS = Goal("<", 1.0)
+
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 SINGLE, EPISODES, MORE, AGENTS = "single turns", "episodes", "more episodes", "agents"
 
@@ -241,7 +243,7 @@ class Measurement:
             self._engine.requests, self._requests = None, kept[-options.calls :]
             return found
 
-    def _playing(self, player: Player, first: int) -> Callable[[], Awaitable[None]]:
+    def _playing(self, player: Player, first: int) -> Work:
         """Plays one episode after the other, the first of the task `first`."""
 
         async def work() -> None:
@@ -266,10 +268,10 @@ class Measurement:
 
 
 @asynccontextmanager
-async def _working(workers: Sequence[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+async def _working(workers: Sequence[Work]) -> AsyncIterator[None]:
     """While these work; they are cancelled at the end. Raises: what one of them raises."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(worker()) for worker in workers]  # type: ignore[arg-type]
+        running = [tasks.create_task(worker()) for worker in workers]
         yield
         for task in running:
             task.cancel()
@@ -384,7 +386,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--least", type=positive, default=16, help="tokens of the shortest answer")
     add("--most", type=positive, default=112, help="tokens of the longest answer")
     add("--block-tokens", type=positive, default=128, help="of a block of vLLM's KV cache")
-    add("--calls", type=positive, default=1280, help="answers in each case and round")
+    add("--calls", type=positive, default=640, help="answers in each case and round")
     add("--rounds", type=positive, default=2, help="of all cases, in turns")
 
 
