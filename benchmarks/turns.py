@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -343,13 +344,15 @@ async def measure_cases(config: RunConfig, model: Path, options: argparse.Namesp
 
 def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace) -> list[Figure]:
     """Figures of all rounds together."""
-    totals = dict[str, Count]()
-    for case, counts in found.items():
-        totals[case] = counts[0]
-        for count in counts[1:]:
-            totals[case] = totals[case].plus(count)
-    at_once = {SINGLE: options.episodes, EPISODES: options.episodes, MORE: options.sessions, AGENTS: options.sessions}
-    figures, names = list[Figure](), {case: f"{number} {case}" for case, number in at_once.items()}
+    totals = {case: reduce(Count.plus, counts) for case, counts in found.items()}
+    places = options.episodes
+    names = {
+        SINGLE: f"{places} single turns",
+        EPISODES: f"{places} episodes",
+        MORE: f"{options.sessions} episodes on {places} places",
+        AGENTS: f"{options.sessions} agents on {places} places",
+    }
+    figures = list[Figure]()
     for case, total in totals.items():
         figures += [
             Figure(f"{names[case]}: speed", total.tokens / total.wall_s, "tokens/s"),
