@@ -118,7 +118,8 @@ class Count:
     steps: int
     step_s: float
     """Time of the engine's steps."""
-    step_cpu_s: float
+    cpu_s: float
+    """CPU time of the process: all but the agents'."""
     loop_cpu_s: float
     """CPU time of the thread with the server's event loop: all but engine and env."""
     prompt_tokens: int
@@ -147,7 +148,7 @@ class MeteredEngine:
         self.tally = Tally()
         self._lengths, self._least, self._most = random.Random(0), least, most
         self._calls = self._prompt_tokens = self._cached_tokens = self._steps = 0
-        self._step_s = self._step_cpu_s = 0.0
+        self._step_s = 0.0
         self._awaited, self._reached = 0, asyncio.Event()
         self._step = stepped.step
         stepped.step = self._timed
@@ -156,11 +157,10 @@ class MeteredEngine:
         return getattr(self.engine, name)
 
     def _timed(self) -> Any:
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         finished = self._step()
         self._steps += 1
         self._step_s += time.perf_counter() - began
-        self._step_cpu_s += time.thread_time() - cpu_began
         return finished
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -188,7 +188,7 @@ class MeteredEngine:
             tokens=self.tally.sampled,
             steps=self._steps,
             step_s=self._step_s,
-            step_cpu_s=self._step_cpu_s,
+            cpu_s=time.process_time(),
             loop_cpu_s=time.thread_time(),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -356,6 +356,7 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
     for case, total in totals.items():
         figures += [
             Figure(f"{names[case]}: speed", total.tokens / total.wall_s, "tokens/s"),
+            Figure("  per CPU second", total.tokens / total.cpu_s, "tokens"),
             Figure("  tokens per step", total.tokens / total.steps),
             Figure("  engine busy", total.step_s / total.wall_s),
             Figure("  step", 1000 * total.step_s / total.steps, "ms"),
@@ -373,6 +374,7 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
             Figure(
                 f"{names[case]} / {names[other]}: speed", one.tokens / one.wall_s / (two.tokens / two.wall_s), "", SHARE
             ),
+            Figure("  per CPU second", one.tokens / one.cpu_s / (two.tokens / two.cpu_s)),
             Figure("  tokens per step", one.tokens / one.steps / (two.tokens / two.steps)),
         ]
     return figures
