@@ -12,9 +12,10 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -43,6 +44,8 @@ DEADLINE_S = 600.0
 END_S = 10.0
 SHARE = Goal(">=", 0.9)
 CPU_MS = Goal("<", 1.0)
+
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 SINGLE, EPISODES, MORE, AGENTS = "single turns", "episodes", "more episodes", "agents"
 
@@ -115,7 +118,8 @@ class Count:
     steps: int
     step_s: float
     """Time of the engine's steps."""
-    step_cpu_s: float
+    cpu_s: float
+    """CPU time of the process: all but the agents'."""
     loop_cpu_s: float
     """CPU time of the thread with the server's event loop: all but engine and env."""
     prompt_tokens: int
@@ -144,7 +148,7 @@ class MeteredEngine:
         self.tally = Tally()
         self._lengths, self._least, self._most = random.Random(0), least, most
         self._calls = self._prompt_tokens = self._cached_tokens = self._steps = 0
-        self._step_s = self._step_cpu_s = 0.0
+        self._step_s = 0.0
         self._awaited, self._reached = 0, asyncio.Event()
         self._step = stepped.step
         stepped.step = self._timed
@@ -153,11 +157,10 @@ class MeteredEngine:
         return getattr(self.engine, name)
 
     def _timed(self) -> Any:
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         finished = self._step()
         self._steps += 1
         self._step_s += time.perf_counter() - began
-        self._step_cpu_s += time.thread_time() - cpu_began
         return finished
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -185,7 +188,7 @@ class MeteredEngine:
             tokens=self.tally.sampled,
             steps=self._steps,
             step_s=self._step_s,
-            step_cpu_s=self._step_cpu_s,
+            cpu_s=time.process_time(),
             loop_cpu_s=time.thread_time(),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -241,7 +244,7 @@ class Measurement:
             self._engine.requests, self._requests = None, kept[-options.calls :]
             return found
 
-    def _playing(self, player: Player, first: int) -> Callable[[], Awaitable[None]]:
+    def _playing(self, player: Player, first: int) -> Work:
         """Plays one episode after the other, the first of the task `first`."""
 
         async def work() -> None:
@@ -266,10 +269,10 @@ class Measurement:
 
 
 @asynccontextmanager
-async def _working(workers: Sequence[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+async def _working(workers: Sequence[Work]) -> AsyncIterator[None]:
     """While these work; they are cancelled at the end. Raises: what one of them raises."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(worker()) for worker in workers]  # type: ignore[arg-type]
+        running = [tasks.create_task(worker()) for worker in workers]
         yield
         for task in running:
             task.cancel()
@@ -341,16 +344,19 @@ async def measure_cases(config: RunConfig, model: Path, options: argparse.Namesp
 
 def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace) -> list[Figure]:
     """Figures of all rounds together."""
-    totals = dict[str, Count]()
-    for case, counts in found.items():
-        totals[case] = counts[0]
-        for count in counts[1:]:
-            totals[case] = totals[case].plus(count)
-    at_once = {SINGLE: options.episodes, EPISODES: options.episodes, MORE: options.sessions, AGENTS: options.sessions}
-    figures, names = list[Figure](), {case: f"{number} {case}" for case, number in at_once.items()}
+    totals = {case: reduce(Count.plus, counts) for case, counts in found.items()}
+    places = options.episodes
+    names = {
+        SINGLE: f"{places} single turns",
+        EPISODES: f"{places} episodes",
+        MORE: f"{options.sessions} episodes on {places} places",
+        AGENTS: f"{options.sessions} agents on {places} places",
+    }
+    figures = list[Figure]()
     for case, total in totals.items():
         figures += [
             Figure(f"{names[case]}: speed", total.tokens / total.wall_s, "tokens/s"),
+            Figure("  per CPU second", total.tokens / total.cpu_s, "tokens"),
             Figure("  tokens per step", total.tokens / total.steps),
             Figure("  engine busy", total.step_s / total.wall_s),
             Figure("  step", 1000 * total.step_s / total.steps, "ms"),
@@ -368,6 +374,7 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
             Figure(
                 f"{names[case]} / {names[other]}: speed", one.tokens / one.wall_s / (two.tokens / two.wall_s), "", SHARE
             ),
+            Figure("  per CPU second", one.tokens / one.cpu_s / (two.tokens / two.cpu_s)),
             Figure("  tokens per step", one.tokens / one.steps / (two.tokens / two.steps)),
         ]
     return figures
@@ -384,7 +391,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--least", type=positive, default=16, help="tokens of the shortest answer")
     add("--most", type=positive, default=112, help="tokens of the longest answer")
     add("--block-tokens", type=positive, default=128, help="of a block of vLLM's KV cache")
-    add("--calls", type=positive, default=1280, help="answers in each case and round")
+    add("--calls", type=positive, default=640, help="answers in each case and round")
     add("--rounds", type=positive, default=2, help="of all cases, in turns")
 
 

@@ -95,6 +95,14 @@ def test_a_configured_number_is_not_exceeded_and_falls_with_the_engine() -> None
     assert subject.limit == 16
 
 
+def test_episodes_at_their_tools_leave_room_for_others() -> None:
+    subject = limiter(SEQUENCES // SIZE)
+    subject.observe(Pressure(0.25, 0, running=450), groups=64, finished=64)
+    assert subject.limit == 76
+    subject.pause()
+    assert subject.observe(Pressure(0.25, 0, running=512, waiting=24), groups=76, finished=140) is None
+
+
 def test_a_new_engines_preemptions_count_from_zero() -> None:
     subject = limiter(16)
     moves = [
