@@ -35,8 +35,9 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, tool: Tool) -> tuple
     if not first.tool_calls:
         return [], first.content or ""
     messages.append(first.model_dump(exclude_none=True))
-    asked = [str(json.loads(call.function.arguments).get("key", "")) for call in first.tool_calls]
-    for call, key in zip(first.tool_calls, asked, strict=True):
+    calls: list[Any] = [*first.tool_calls]
+    asked = [str(json.loads(call.function.arguments).get("key", "")) for call in calls]
+    for call, key in zip(calls, asked, strict=True):
         messages.append({"role": "tool", "tool_call_id": call.id, "content": await tool(key)})
     last = (await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])).choices[0].message
     return asked, last.content or ""

@@ -13,7 +13,7 @@ from table import parts, value_of
 CONNECTIONS = DefaultHttpxClient(timeout=300)
 
 
-class Lookup(Tool):
+class Lookup(Tool):  # type: ignore[misc]  # has no types
     """The tool of one task."""
 
     name = "lookup"

@@ -105,7 +105,7 @@ async def test_harness_in_its_environment_plays_lookup(model: Path, lookup: Any,
     value = value_of(task.info)
     recorder = scripted(model, *(text.replace("VALUE", value) for text in texts))
     async with served(model, recorder, env, **rollout_of(lookup)) as player:
-        command = [python, str(EXAMPLES / script), str(run_config(model).paths.root)]
+        command = [str(python), str(EXAMPLES / script), str(run_config(model).paths.root)]
         with subprocess.Popen(command) as harness:
             try:
                 async with asyncio.timeout(DEADLINE_S):
