@@ -227,7 +227,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
                     by_hand.gateway = player.gateway
                 unscored = await player.generate(split, arguments.task, samples=1)
                 scored = await player.score(unscored)
-            view, session = unscored.played.episodes[0].view, by_hand and by_hand.described()
+            view, session = unscored.played.episodes[0].view, None if by_hand is None else by_hand.described()
             return PlayedTask(config.env.name, split, arguments.task, view, scored.trajectories, session)
         finally:
             await engine.close()

@@ -15,7 +15,7 @@ from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 from openai import DefaultHttpxClient
 from outside import main
-from table import KEYS, right_answer, right_key, value_of
+from table import KEYS, parts, value_of
 
 litellm.suppress_debug_info = True
 litellm.client_session = DefaultHttpxClient(timeout=300)
@@ -40,7 +40,7 @@ def play(session: dict[str, Any]) -> dict[str, float]:
     answer = agent.run(session["task"]["prompt"])["submission"].strip()
     actions = [action for message in agent.messages for action in message.get("extra", {}).get("actions", ())]
     asked = [action["command"].removeprefix("lookup ") for action in actions if "lookup" in action["command"]]
-    return {"lookup": right_key(info, asked), "answer": right_answer(info, answer)}
+    return parts(info, asked, answer)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def right_key(info: dict[str, Any], asked: Sequence[str]) -> float:
     return float(list(asked) == [info["key"]])
 
 
-def right_answer(info: dict[str, Any], answer: str) -> float:
-    """1.0 for the value of the task's key."""
-    return float(answer == value_of(info, info["key"]))
+def parts(info: dict[str, Any], asked: Sequence[str], answer: str) -> dict[str, float]:
+    """The parts of the reward, 1.0 in all: half for the lookup, half for the answer."""
+    is_right = answer == value_of(info, info["key"])
+    return {"lookup": right_key(info, asked) / 2, "answer": is_right / 2}

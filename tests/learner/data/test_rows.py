@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def step_and_split_step(draw: st.DrawFn) -> tuple[Groups, Groups]:
     return whole, parts
 
 
-def rows_of(groups: Groups, **wanted: bool) -> ActionBatch:
+def rows_of(groups: Groups, **wanted: Any) -> ActionBatch:
     """The rows, with the trajectories of a group's episodes in turn."""
     built = []
     for number, episodes in enumerate(groups):

@@ -105,15 +105,15 @@ async def test_harness_in_its_environment_plays_lookup(model: Path, lookup: Any,
     value = value_of(task.info)
     recorder = scripted(model, *(text.replace("VALUE", value) for text in texts))
     async with served(model, recorder, env, **rollout_of(lookup)) as player:
-        command = [python, str(EXAMPLES / script), str(run_config(model).paths.root)]
+        command = [str(python), str(EXAMPLES / script), str(run_config(model).paths.root)]
         with subprocess.Popen(command) as harness:
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     trajectories = await player.play("train", 0, samples=1)
             finally:
                 harness.terminate()
-    assert trajectories[0].scores | {"env/lookup": 1, "env/answer": 1} == trajectories[0].scores
-    assert [trajectory.reward for trajectory in trajectories] == [2.0] * len(prompts)
+    assert trajectories[0].scores | {"env/lookup": 0.5, "env/answer": 0.5} == trajectories[0].scores
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * len(prompts)
     calls = [context + list(answer.token_ids) for context, answer in recorder.calls]
     assert [codec.token_ids(trajectory).tolist() for trajectory in trajectories] == calls[-len(prompts) :]
     decoded = [Tokenizer(model).decode_whole(context) for context, _ in recorder.calls]
@@ -125,3 +125,20 @@ def value_of(info: Any) -> str:
 
     value: str = value_of(info, info["key"])
     return value
+
+
+async def test_agents_of_a_team_have_labels_and_rewards(model: Path, lookup: Any) -> None:
+    config = load_config(EXAMPLES / "team.yaml")
+    assert config.learner.advantage.name == "rae_group"
+    env = build_env(config.env)
+    value = value_of({**env.task("train", 0).info, "key": "4"})
+    recorder = scripted(model, WRONG, WRONG, value, value)
+    async with served(model, recorder, env, **rollout_of(config)) as player:
+        helper, main = await player.play("train", 0, samples=1)
+    ends = [[span.end for span in trajectory.agents] for trajectory in (helper, main)]
+    assert [[(span.agent, span.reward) for span in each.agents] for each in (helper, main)] == [
+        [("helper", 0.0), ("helper", 1.0)],
+        [("main", 0.0), ("main", 0.0)],
+    ]
+    assert ends[1][-1] == len(codec.action_mask(main))
+    assert helper.reward == main.reward == 1.0

@@ -166,12 +166,14 @@ async def by_messages(task: Task, endpoint: AgentEndpoint, *, stream: bool) -> f
     tools: list[Any] = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA["function"]["parameters"]}]
     async with AsyncAnthropic(base_url=endpoint.session_url, api_key=endpoint.api_key) as model:
         for _ in range(3):
-            options: dict[str, Any] = {"model": endpoint.model, "messages": messages, "tools": tools, "max_tokens": 99}
+            prompt: dict[str, Any] = {"model": endpoint.model, "messages": messages, "tools": tools}
+            counted, options = await model.messages.count_tokens(**prompt), {**prompt, "max_tokens": 99}
             if stream:
                 async with model.messages.stream(**options) as events:
                     message = await events.get_final_message()
             else:
                 message = await model.messages.create(**options)
+            assert message.usage.input_tokens == counted.input_tokens
             messages.append({"role": "assistant", "content": [each.model_dump() for each in message.content]})
             calls = [each for each in message.content if each.type == "tool_use"]
             assert message.stop_reason == ("tool_use" if calls else "end_turn")
