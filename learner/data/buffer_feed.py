@@ -191,7 +191,7 @@ def build_step(  # noqa: PLR0913  (all that a step depends on)
             first_row=len(all_trajectories),
             plan=plan,
             sharing=sharing,
-            groups=None if plan is None else [len(group.trajectories) for group, _ in groups],
+            groups=[len(group.trajectories) for group, _ in groups],
         )
         updates.append(batches)
         all_trajectories += trajectories

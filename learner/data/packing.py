@@ -7,6 +7,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from slipstream.learner.data.balance import MicroBatchPlan, first_fit
 from slipstream.learner.data.images import SequenceImages
-from slipstream.learner.data.prefix_tree import Item, Placement, PrefixSharing, PrefixTree, place, shared_items
+from slipstream.learner.data.prefix_tree import SHORT, Item, Placement, PrefixSharing, PrefixTree, place, shared_items
 from slipstream.learner.parallel.context import ContextParallel
 from slipstream.learner.parallel.mesh import World
 
@@ -254,8 +255,10 @@ def pack(
         first_row: the first sequence's row in the step's batch; the others follow.
         plan: number and equal costs of the micro-batches, where several ranks train in step.
         sharing: compute common prefixes once, by this rule; None: each sequence is computed alone.
-        groups: number of sequences of each group, where the plan was made from groups: trees are within one.
+        groups: number of sequences of each group; with a plan, or short groups, trees are within one.
     """
+    if groups is not None and plan is None and not _are_short(sequences, groups):
+        groups = None
     items = share_prefixes(sequences, sharing, token_budget=token_budget, groups=groups)
     works = [item.work for item in items]
     bins = first_fit(works, budget=token_budget) if plan is None else plan.fill(works, budget=token_budget)
@@ -285,9 +288,16 @@ def share_prefixes(
     for count in [len(sequences)] if groups is None else groups:
         inputs = [sequence.token_ids[:-1] for sequence in sequences[first : first + count]]
         found = shared_items(inputs, sharing, budget=token_budget)
-        items += [Item([first + index for index in item.indices], item.work) for item in found]
+        items += [item._replace(indices=[first + index for index in item.indices]) for item in found]
         first += count
     return items
+
+
+def _are_short(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> bool:
+    """True if the trees of single groups are short, which trees of several would not be."""
+    lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
+    ends = np.cumsum(groups).tolist()
+    return max(sum(lengths[first:end]) for first, end in pairwise([0, *ends])) <= SHORT
 
 
 def _pack_items(
@@ -298,7 +308,7 @@ def _pack_items(
     placement = None
     if sharing is not None and len(chosen) > len(items):
         inputs = [sequence.token_ids[:-1] for sequence in own]
-        placement = place(inputs, [len(item.indices) for item in items], sharing)
+        placement = place(inputs, items, sharing)
     return _micro_batch(own, [first_row + index for index in chosen], placement)
 
 

@@ -3,7 +3,8 @@
 # N packed input tokens, S nodes, n input tokens of a sequence
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +19,8 @@ LEAST_SAVING: Final = 0.2
 """Share of its sequences' tokens that a tree must save; else each of them is computed alone."""
 COMPARED: Final = 16
 """A node takes as long as the comparison of so many sequences."""
+SHORT: Final = 128
+"""Tokens of a tree whose attention is computed as a whole, together with that of others of its form, not by node."""
 ROOT: Final = -1
 
 Tokens = NDArray[Any]
@@ -29,6 +32,13 @@ class PrefixSharing:
 
     least_tokens: int
     """A common prefix becomes a node if that saves at least so many tokens: each node costs calls of kernels."""
+    least_of_short: int | None = None
+    """The same for sequences of at most `SHORT` tokens together, where a node costs no calls; None: they do not."""
+
+    def least(self, tokens: int) -> int:
+        """Number of tokens that a node must save among sequences of so many tokens together."""
+        short = self.least_of_short if tokens <= SHORT else None
+        return self.least_tokens if short is None else short
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,32 @@ class PrefixTree:
             if (parent := self.parents[node]) != ROOT:
                 ends[parent] = max(ends[parent], ends[node])
         return tuple(ends)
+
+    @cached_property
+    def roots(self) -> tuple[int, ...]:
+        """Index of each tree's root."""
+        return tuple(node for node, parent in enumerate(self.parents) if parent == ROOT)
+
+    @cached_property
+    def trees(self) -> tuple["PrefixTree", ...]:
+        """Each tree by itself."""
+        return tuple(
+            PrefixTree(
+                self.lengths[first:end],
+                tuple(parent if parent == ROOT else parent - first for parent in self.parents[first:end]),
+            )
+            for first, end in pairwise([*self.roots, len(self.lengths)])
+        )
+
+    @classmethod
+    def joined(cls, trees: Iterable["PrefixTree"]) -> "PrefixTree":
+        """Trees one after another."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        for tree in trees:
+            parents += [parent if parent == ROOT else len(lengths) + parent for parent in tree.parents]
+            lengths += tree.lengths
+        return cls(tuple(lengths), tuple(parents))
 
     @property
     def work(self) -> Work:
@@ -187,6 +223,14 @@ class Item(NamedTuple):
 
     indices: list[int]
     work: Work
+    placement: Placement
+    """Of these sequences by themselves."""
+
+    @classmethod
+    def single(cls, index: int, tokens: int) -> "Item":
+        """A sequence of so many input tokens."""
+        alone = Placement(PrefixTree((tokens,), (ROOT,)), [np.arange(tokens)])
+        return cls([index], Work.of_length(tokens), alone)
 
 
 def shared_items(inputs: Sequence[Tokens], sharing: PrefixSharing | None, *, budget: int) -> list[Item]:
@@ -198,21 +242,25 @@ def shared_items(inputs: Sequence[Tokens], sharing: PrefixSharing | None, *, bud
         inputs: input tokens of each sequence, [n] each.
         sharing: None: nothing is shared.
     """
-    items = [Item([index], Work.of_length(len(tokens))) for index, tokens in enumerate(inputs)]
+    items = [Item.single(index, len(tokens)) for index, tokens in enumerate(inputs)]
     if sharing is None or len(items) == 1:
         return items
     most = sum(item.work.tokens for item in items)
-    if most < 2 * sharing.least_tokens or most * COMPARED < len(items) * sharing.least_tokens:
+    least = sharing.least(most)
+    if most < 2 * least or most * COMPARED < len(items) * least:
         return items  # short sequences of a small model
-    tree, positions = build_tree(inputs, least_tokens=sharing.least_tokens)
-    roots = [start for start, parent in zip(tree.starts, tree.parents, strict=True) if parent == ROOT]
-    members: dict[int, list[int]] = {start: [] for start in roots}
+    tree, positions = build_tree(inputs, least_tokens=least)
+    starts = [tree.starts[root] for root in tree.roots]
+    members: dict[int, list[int]] = {start: [] for start in starts}
     for index, places in enumerate(positions):
-        members[int(places[0])].append(index)
+        members[starts[bisect_right(starts, int(places[0])) - 1]].append(index)
     found: list[Item] = []
-    for indices, work in zip(members.values(), tree.works, strict=True):
-        fits = work.tokens <= budget
-        for part in [Item(indices, work)] if fits else _within_budget(inputs, indices, sharing, budget):
+    for (start, indices), own, work in zip(members.items(), tree.trees, tree.works, strict=True):
+        if work.tokens <= budget:
+            parts = [Item(indices, work, Placement(own, [positions[index] - start for index in indices]))]
+        else:
+            parts = list(_within_budget(inputs, indices, sharing, budget))
+        for part in parts:
             alone = sum(items[index].work.tokens for index in part.indices)
             saves = part.work.tokens <= (1 - LEAST_SAVING) * alone
             found += [part] if saves else [items[index] for index in part.indices]
@@ -228,32 +276,41 @@ def _within_budget(inputs: Sequence[Tokens], indices: list[int], sharing: Prefix
         while end < len(order) and tokens + (more := len(inputs[indices[order[end]]]) - int(common[end])) <= budget:
             end, tokens = end + 1, tokens + more
         while True:
-            chosen = [indices[place] for place in order[first:end]]
-            tree, _ = build_tree([inputs[index] for index in chosen], least_tokens=sharing.least_tokens)
+            chosen = sorted(indices[place] for place in order[first:end])
+            placement = build_tree([inputs[index] for index in chosen], least_tokens=sharing.least_tokens)
             # Prefixes that save too little are not shared: there may be a few tokens more.
-            if tree.work.tokens <= budget or len(chosen) == 1:
+            if placement.tree.work.tokens <= budget or len(chosen) == 1:
                 break
             end -= 1
-        yield Item(sorted(chosen), tree.work)
+        yield Item(chosen, placement.tree.work, placement)
         first = end
 
 
-def place(inputs: Sequence[Tokens], counts: Sequence[int], sharing: PrefixSharing) -> Placement:
-    """The trees of a micro-batch's items, which have `counts` sequences each.
+def place(inputs: Sequence[Tokens], items: Sequence[Item], sharing: PrefixSharing) -> Placement:
+    """The trees of a micro-batch's items.
 
     Trees of different items may have a prefix in common, too.
+
+    Args:
+        inputs: input tokens of the items' sequences, [n] each.
     """
-    bounds = np.cumsum([0, *counts]).tolist()
-    alone = [build_tree(inputs[first:end], least_tokens=sharing.least_tokens) for first, end in pairwise(bounds)]
-    together = build_tree(inputs, least_tokens=sharing.least_tokens)
-    if sum(together.tree.lengths) <= sum(sum(each.tree.lengths) for each in alone):
-        return together
-    # Where it branches off elsewhere, each item shares a little less.
-    lengths: list[int] = []
-    parents: list[int] = []
+    tree = PrefixTree.joined(item.placement.tree for item in items)
+    if _share_roots(inputs, items, sharing):
+        together = build_tree(inputs, least_tokens=sharing.least_tokens)
+        if sum(together.tree.lengths) <= sum(tree.lengths):
+            return together
+        # Where it branches off elsewhere, each item shares a little less.
     positions: list[NDArray[np.int64]] = []
-    for each in alone:
-        positions += [sum(lengths) + own for own in each.positions]
-        parents += [parent if parent == ROOT else len(lengths) + parent for parent in each.tree.parents]
-        lengths += each.tree.lengths
-    return Placement(PrefixTree(tuple(lengths), tuple(parents)), positions)
+    for item, start in zip(items, (tree.starts[root] for root in tree.roots), strict=True):
+        positions += [start + own for own in item.placement.positions]
+    return Placement(tree, positions)
+
+
+def _share_roots(inputs: Sequence[Tokens], items: Sequence[Item], sharing: PrefixSharing) -> bool:
+    """True if roots of several items have a common prefix that is worth a node."""
+    firsts = np.cumsum([0] + [len(item.indices) for item in items[:-1]]).tolist()
+    roots = [inputs[first][: item.placement.tree.lengths[0]] for first, item in zip(firsts, items, strict=True)]
+    tokens = sum(map(len, roots))
+    if tokens < 2 * sharing.least_tokens:
+        return False
+    return sum(build_tree(roots, least_tokens=sharing.least_tokens).tree.lengths) < tokens

@@ -22,7 +22,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.data.prefix_tree import PrefixTree
 from slipstream.learner.models.attention_kernels import ANY, Call, Choice, Machine, choose, flex, varlen
-from slipstream.learner.models.attention_tree import tree_attention
+from slipstream.learner.models.attention_tree import is_short, tree_attention, tree_forms, visible_pairs
 from slipstream.learner.parallel.context import exchanging
 
 log = get_log("learner.model")
@@ -159,26 +159,35 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     if tree is not None:
         if query.device.type != "cpu":
             raise ConfigError(NO_TREES)
-        is_plain = softcap is None and s_aux is None and not dropout and (window is None or tree.height <= window)
-        if is_plain:
-            return tree_attention(query, key, value, tree, kernel.scaling), None
+        forms = tree_forms(tree)
+        in_window = softcap is None and (window is None or tree.height <= window)
+        if in_window and all(is_short(form) or kernel.plain for form, _ in forms):
+            return kernel.by_forms(query, key, value, forms), None
         return kernel.by_paths(query, key, value, tree, window, softcap), None
     runs = [(length, sum(1 for _ in run)) for length, run in groupby(segment_lengths)]
+    pieces = []
+    # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
+    for (length, _), states in zip(runs, _batches(query, key, value, runs), strict=True):
+        if softcap is not None:
+            out_NHLV = kernel.soft_capped(*states, window, softcap)
+        elif window is None or length <= window:
+            out_NHLV = kernel.causal(*states)
+        else:
+            out_NHLV = kernel.windowed(*states, window)
+        pieces.append(out_NHLV.transpose(1, 2).flatten(0, 1))
+    return torch.cat(pieces).unsqueeze(0), None
+
+
+def _batches(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The states of each run of sequences, of which length and number are given, [N, H, L, D]."""
     # Split, not sliced: a slice's backward pass fills a gradient of all tokens. Tokens first, as in the projections.
     states_THD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     parts = zip(*(each.split([length * count for length, count in runs]) for each in states_THD), strict=True)
-    pieces = []
     for (length, count), part in zip(runs, parts, strict=True):
-        # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
         query_NHLD, key_NHLD, value_NHLV = (each.unflatten(0, (count, length)).transpose(1, 2) for each in part)
-        if softcap is not None:
-            out_NHLV = kernel.soft_capped(query_NHLD, key_NHLD, value_NHLV, window, softcap)
-        elif window is None or length <= window:
-            out_NHLV = kernel.causal(query_NHLD, key_NHLD, value_NHLV)
-        else:
-            out_NHLV = kernel.windowed(query_NHLD, key_NHLD, value_NHLV, window)
-        pieces.append(out_NHLV.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces).unsqueeze(0), None
+        yield query_NHLD, key_NHLD, value_NHLV
 
 
 def _limits(
@@ -203,6 +212,27 @@ class _Kernel:
     scaling: float
     dropout: float
     sinks_H: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """True if the kernel for trees can compute it."""
+        return self.sinks_H is None and not self.dropout
+
+    def by_forms(
+        self, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTV: Tensor, forms: Sequence[tuple[PrefixTree, int]]
+    ) -> Tensor:
+        """Attention within trees, short ones of one form in one call, [1, T, H, V]."""
+        if len(forms) == 1 and not is_short(forms[0][0]):
+            return tree_attention(query_1HTD, key_1HTD, value_1HTV, forms[0][0], self.scaling)
+        runs = [(sum(form.lengths), count) for form, count in forms]
+        pieces = []
+        for (form, _), states in zip(forms, _batches(query_1HTD, key_1HTD, value_1HTV, runs), strict=True):
+            if is_short(form):
+                out_NLHV = self._sdpa(*states, visible_pairs(form)).transpose(1, 2)
+            else:
+                out_NLHV = tree_attention(*states, form, self.scaling)
+            pieces.append(out_NLHV.flatten(0, 1))
+        return torch.cat(pieces)[None]
 
     def causal(self, query_NHLD: Tensor, key_NHLD: Tensor, value_NHLV: Tensor) -> Tensor:
         """Attention to the whole sequence."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.learner.data.prefix_tree import PrefixTree
+from slipstream.learner.data.prefix_tree import SHORT, PrefixTree
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,6 +35,31 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, 
     padded = F.pad(value, (0, query.shape[-1] - size))
     out: Tensor = _TreeAttention.apply(query, key, padded, tree, scaling)  # type: ignore[no-untyped-call]
     return out[..., :size]
+
+
+@lru_cache(maxsize=8)
+def tree_forms(tree: PrefixTree) -> tuple[tuple[PrefixTree, int], ...]:
+    """Short trees of one form that follow each other, and their number; consecutive longer trees are one form."""
+    forms: list[tuple[PrefixTree, int]] = []
+    for short, trees in groupby(tree.trees, key=is_short):
+        if short:
+            forms += [(form, sum(1 for _ in same)) for form, same in groupby(trees)]
+        else:
+            forms.append((PrefixTree.joined(trees), 1))
+    return tuple(forms)
+
+
+def is_short(tree: PrefixTree) -> bool:
+    """True if attention within a tree is computed for all pairs of its tokens."""
+    return sum(tree.lengths) <= SHORT
+
+
+@lru_cache(maxsize=64)
+def visible_pairs(tree: PrefixTree) -> Tensor:
+    """True where a query (row) sees a key."""
+    place_L = torch.arange(sum(tree.lengths))
+    seen_until_L = torch.tensor(tree.ends).repeat_interleave(torch.tensor(tree.lengths))
+    return (place_L <= place_L[:, None]) & (place_L[:, None] < seen_until_L)
 
 
 class _Part(NamedTuple):

@@ -60,7 +60,7 @@ def rotary(
 
     Args:
         q, k: [B, H, T, D] with `unsqueeze_dim` 1.
-        cos, sin: [B, T, D], both halves the same; without gradient.
+        cos, sin: [B, T, D], both halves the same; without gradient. With fewer features the last ones are not turned.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     turned_q: Tensor = _Rotary.apply(q, cos, sin)  # type: ignore[no-untyped-call]
@@ -75,7 +75,8 @@ class _RmsNorm(torch.autograd.Function):
         norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
         scale = norms.square_().div_(size).add_(epsilon).rsqrt_()
         ctx.save_for_backward(states, weight_D, scale)
-        return (states * scale).mul_(weight_D)
+        normed = states * scale
+        return normed.mul_(weight_D)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -102,6 +103,9 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    size = cos.shape[-1]
+    if size < states.shape[-1]:
+        return torch.cat([_turned(states[..., :size], cos, sin, sign), states[..., size:]], dim=-1)
     turned = states * cos
     for half, other, factor in zip(turned.chunk(2, -1), states.chunk(2, -1)[::-1], (-sign, sign), strict=True):
         half.addcmul_(other, sin[..., : half.shape[-1]], value=factor)

@@ -16,7 +16,6 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.model import FLASH_IN_FLOAT32, LoraConfig, ModelConfig
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.models import attention
 from slipstream.learner.models.fused_head import LogitRule
 from slipstream.learner.models.fused_layers import fuse_layers
@@ -36,7 +35,7 @@ from slipstream.learner.models.packing_check import (
     prefix_error,
     prefix_gradient_error,
 )
-from slipstream.learner.models.prefix_sharing import WITHOUT_TREES, least_tokens, share_prefixes_of
+from slipstream.learner.models.prefix_sharing import WITHOUT_TREES, share_prefixes_of, sharing_of
 from slipstream.learner.models.recurrent import separate_sequences
 from slipstream.learner.models.scoring import check_head, score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
@@ -152,7 +151,7 @@ def load_and_check(
     context = context_of(trained)
     check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context)
     if options.attention not in WITHOUT_TREES and not options.router_replay:
-        rule = PrefixSharing(least_tokens(loader.model, world.device))
+        rule = sharing_of(loader.model, world.device)
         share_prefixes_of(trained, rule if _may_share(decoder, run, options, world, context) else None)
     reshard(trained)
 

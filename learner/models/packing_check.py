@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
-from slipstream.learner.data.prefix_tree import PrefixSharing, build_tree
+from slipstream.learner.data.prefix_tree import SHORT, PrefixSharing, build_tree
 from slipstream.learner.models.moe import recorded_experts, replayed_experts
 from slipstream.learner.parallel.context import ContextParallel
 
@@ -118,7 +118,8 @@ def prefix_gradient_error(config: Any, *, dtype: torch.dtype, device: torch.devi
     Args:
         config: of the decoder.
     """
-    inputs = [tokens[:-1] for tokens in _branching(1 << 20)]
+    # Long ones: attention to whole trees, as short ones have it, is that of transformers.
+    inputs = [tokens[:-1].repeat(SHORT // 16) for tokens in _branching(1 << 20)]
     tree, positions = build_tree(inputs)
     at_N = torch.from_numpy(np.concatenate(positions)).to(device)
     heads = config.num_attention_heads

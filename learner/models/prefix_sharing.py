@@ -16,20 +16,23 @@ WITHOUT_TREES = (*FLASH, "varlen")
 """Values of `learner.attention` whose kernels know sequences, but no trees."""
 NODE_OPERATIONS = 4e7
 """Work of matrix products that a CPU does in the time of a layer's calls for one more node."""
+NODE_OF_SHORT = 16
+"""Tokens of a small model that take a CPU as long as one more node of a short tree."""
 _ATTRIBUTE = "prefix_sharing"
 
 
-def least_tokens(model: Any, device: torch.device) -> int:
-    """Number of tokens that a node must save to be worth its calls of kernels.
+def sharing_of(model: Any, device: torch.device) -> PrefixSharing:
+    """The rule by which a node of shared tokens is worth its cost.
 
     Args:
         model: of transformers.
     """
     if device.type != "cpu":
-        return BLOCK  # of one kernel's mask; a node may leave parts of two blocks unused
+        return PrefixSharing(BLOCK)  # of one kernel's mask; a node may leave parts of two blocks unused
     flops = ModelFlops.of_model(model)
     of_token = (flops.trained_weights + flops.frozen_weights) / max(1, sum(flops.windows.values()))
-    return max(1, math.ceil(NODE_OPERATIONS / (6 * of_token)))
+    least = max(1, math.ceil(NODE_OPERATIONS / (6 * of_token)))
+    return PrefixSharing(least, least_of_short=min(least, NODE_OF_SHORT))
 
 
 def share_prefixes_of(model: nn.Module, sharing: PrefixSharing | None) -> None:
@@ -40,5 +43,5 @@ def share_prefixes_of(model: nn.Module, sharing: PrefixSharing | None) -> None:
 def common_sharing(models: Sequence[nn.Module]) -> PrefixSharing | None:
     """The rule for sequences that all of these models compute; None if one of them can't."""
     rules: list[PrefixSharing | None] = [getattr(model, _ATTRIBUTE, None) for model in models]
-    least = [rule.least_tokens for rule in rules if rule is not None]
-    return PrefixSharing(max(least)) if least and len(least) == len(rules) else None
+    able = [rule for rule in rules if rule is not None]
+    return max(able, key=lambda rule: rule.least_tokens) if able and len(able) == len(rules) else None

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from slipstream.learner.data.prefix_tree import PrefixTree
-from slipstream.learner.models import attention
+from slipstream.learner.models import attention, attention_tree
 from slipstream.learner.models.attention import Window, segments_attention
 
 HEAD_DIM = 8
@@ -28,6 +28,8 @@ SMALL: dict[str, Any] = {
 WINDOW = 5
 TREE = PrefixTree((7, 5, 3, 3, 4, 6, 2, 9), (-1, 0, 1, 1, 0, -1, 5, -1))
 """Three levels, two nodes of one length side by side, and a sequence that shares nothing."""
+EQUAL = PrefixTree((4, 2, 2, 4, 2, 2, 3, 5), (-1, 0, 0, -1, 3, 3, -1, -1))
+"""Two trees of one form, then sequences."""
 LENGTHS = [[5], [7, 7, 7], [9, 4, 4, 1], [1, 6, 1], [3, 8, 3]]
 
 
@@ -77,26 +79,33 @@ def masked_attention(
     return (scores.softmax(-1)[..., : len(visible)] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("packed", [*map(PrefixTree.of_sequences, LENGTHS), TREE], ids=lambda tree: str(tree.lengths))
+@pytest.mark.parametrize(
+    ("packed", "short"),
+    [*((PrefixTree.of_sequences(lengths), 0) for lengths in LENGTHS), (TREE, 0), (TREE, 10), (EQUAL, 128)],
+    ids=str,
+)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
 @pytest.mark.parametrize("softcap", [None, 0.8], ids=["plain", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_output_and_gradients_equal_masked_attention(
     packed: PrefixTree,
+    short: int,
     key_heads: int,
     window: int | None,
     softcap: float | None,
     sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention_tree, "SHORT", short)
+    attention_tree.tree_forms.cache_clear()
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 60)  # of several blocks in a sequence
     states = random_states(packed.lengths, heads=4, key_heads=key_heads)
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True) if sinks else None
     mask = None if window is None else Window(window, chunked=False)
     out, weights = segments_attention(
         torch.nn.Identity(), *states, mask, segment_lengths=packed.lengths, scaling=0.3, softcap=softcap, s_aux=sink,
-        tree=packed if packed is TREE else None,
+        tree=packed if packed in (TREE, EQUAL) else None,
     )  # fmt: skip
     reference = masked_attention(*states, packed, 0.3, window, softcap, sink)
     torch.testing.assert_close(out, reference)

@@ -1,14 +1,12 @@
 """Norms and rotary embeddings in few passes: the models' own results and gradients, or the models' own layers."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
 from slipstream.learner.models.fused_layers import fuse_layers, rms_norm, rotary
 
@@ -18,13 +16,6 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_rotaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts transformers' functions back in the end."""
-    for module in (modeling_gemma2, modeling_llama, modeling_qwen3):
-        monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
-
-
 def loss_and_gradients(model: torch.nn.Module) -> list[Tensor]:
     ids = torch.arange(24).reshape(2, 12) % 32
     logits = model(input_ids=ids, use_cache=False).logits
@@ -32,17 +23,18 @@ def loss_and_gradients(model: torch.nn.Module) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize(("family", "norms"), [("qwen3", 9), ("llama", 5), ("gemma2", 0)])
-def test_model_computes_the_same(family: str, norms: int) -> None:
+@pytest.mark.parametrize(("family", "norms"), [("qwen3", 9), ("llama", 5), ("glm4_moe", 5), ("gemma2", 0)])
+def test_model_computes_the_same(family: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
+    source: Any = sys.modules[type(model).__module__]
+    monkeypatch.setattr(source, "apply_rotary_pos_emb", source.apply_rotary_pos_emb)  # to put it back in the end
     expected = loss_and_gradients(model)
     fuse_layers(model)
     assert sum("forward" in vars(part) for part in model.modules()) == norms, "Gemma's norm has another formula"
-    source = {"qwen3": modeling_qwen3, "llama": modeling_llama, "gemma2": modeling_gemma2}[family]
     assert source.apply_rotary_pos_emb is rotary
     for found, wanted in zip(loss_and_gradients(model), expected, strict=True):
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -56,8 +48,9 @@ def test_gradients_are_those_of_the_formulas() -> None:
 
     torch.autograd.gradcheck(lambda states, weight: rms_norm(states, weight, 0.1), (random(2, 3, 6), random(6)))
     angle = torch.rand(1, 3, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
-    given = random(1, 2, 3, 8), random(1, 1, 3, 8)
-    torch.autograd.gradcheck(lambda query, key: rotary(query, key, angle.cos(), angle.sin()), given)
+    for size in (8, 10):  # all features, or the first ones
+        given = random(1, 2, 3, size), random(1, 1, 3, size)
+        torch.autograd.gradcheck(lambda query, key: rotary(query, key, angle.cos(), angle.sin()), given)
 
 
 def test_frozen_weight_gets_no_gradient() -> None:
