@@ -1,8 +1,10 @@
-"""Train and test rows for the recipes `smollm2_arithmetic`, `sft`, `sft_smollm2`, `constants` and `mbpp`.
+"""Train and test rows for the recipes `smollm2_arithmetic`, `sft`, `sft_smollm2`, `smollm2_*`, `constants`
+and `mbpp`.
 
     python examples/rows/make_rows.py arithmetic data/arithmetic
     python examples/rows/make_rows.py digits data/digits
     python examples/rows/make_rows.py constants data/constants
+    python examples/rows/make_rows.py largest data/largest
     python examples/rows/make_rows.py mbpp data/mbpp [--source FOLDER_OR_NAME]
 
 The source of `mbpp` is a folder of JSON-lines or parquet files or a data set of the hub, with the columns of MBPP.
@@ -22,6 +24,7 @@ MBPP = "google-research-datasets/mbpp"
 LARGEST = 20
 TRAIN, TEST = 792, 200
 TEST_CONSTANTS = 100
+DEMONSTRATIONS, PROMPTS = 64, 1000
 
 
 def row(source: str, question: str, truth: str, index: int, **columns: Any) -> dict[str, Any]:
@@ -48,6 +51,29 @@ def arithmetic() -> dict[str, list[dict[str, Any]]]:
         for index, (text, value) in enumerate(chosen)
     ]
     return {"train": rows[:TRAIN], "test": rows[TRAIN:]}
+
+
+def largest() -> dict[str, list[dict[str, Any]]]:
+    """The largest of four numbers: few demonstrations, more prompts, and of these pairs with each kind of mistake."""
+    chance = random.Random(0)
+    chosen = {tuple(chance.sample(range(10, 100), 4)): None for _ in range(DEMONSTRATIONS + PROMPTS + TEST)}
+    rows = [{"prompt": f"max({','.join(map(str, each))})=", "completion": str(max(each))} for each in chosen]
+    prompts = slice(DEMONSTRATIONS, -TEST)
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": str(wrong)}
+        for row, numbers in zip(rows[prompts], list(chosen)[prompts], strict=True)
+        for wrong in (*sorted(numbers)[:-1], wrong_digit(max(numbers), chance))
+    ]
+    return {"demonstrations": rows[:DEMONSTRATIONS], "prompts": rows[prompts], "pairs": pairs, "test": rows[-TEST:]}
+
+
+def wrong_digit(number: int, chance: random.Random) -> int:
+    """A number of two digits that has another one in one place."""
+    tens, ones = divmod(number, 10)
+    return chance.choice([
+        *(10 * other + ones for other in range(1, 10) if other != tens),
+        *(10 * tens + other for other in range(10) if other != ones),
+    ])  # fmt: skip
 
 
 def constants() -> dict[str, list[dict[str, Any]]]:
@@ -83,14 +109,15 @@ def mbpp_rows(tasks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", choices=("arithmetic", "constants", "digits", "mbpp"))
+    parser.add_argument("rows", choices=("arithmetic", "constants", "digits", "largest", "mbpp"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", default=MBPP)
     arguments = parser.parse_args()
     if arguments.rows == "mbpp":
         splits = mbpp(arguments.source)
     else:
-        splits = {"arithmetic": arithmetic, "constants": constants, "digits": digits}[arguments.rows]()
+        makers = {"arithmetic": arithmetic, "constants": constants, "digits": digits, "largest": largest}
+        splits = makers[arguments.rows]()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         parquet.write_table(Table.from_pylist(rows), arguments.folder / f"{split}.parquet")

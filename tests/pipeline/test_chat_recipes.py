@@ -1,6 +1,7 @@
 """The recipes over rows of files: first steps, with a tiny model in the place of one of a hub."""
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -123,6 +124,20 @@ def test_arithmetic_rows_are_right(rows: Path) -> None:
         assert not isinstance(task.prompt, str)
         expression = str(task.prompt[-1]["content"]).removeprefix("What is ").partition("?")[0]
         assert str(eval(expression)) == task.reference
+
+
+@pytest.mark.parametrize("rows", ["largest"], indirect=True)
+def test_largest_rows_are_right(rows: Path) -> None:
+    from pyarrow import parquet
+
+    splits = {path.stem: parquet.read_table(path).to_pylist() for path in rows.glob("*.parquet")}
+    prompts = {split: {row["prompt"] for row in splits[split]} for split in ("demonstrations", "prompts", "test")}
+    assert {split: len(each) for split, each in prompts.items()} == {"demonstrations": 64, "prompts": 1000, "test": 200}
+    assert len(set().union(*prompts.values())) == 1264  # none is in two of them
+    assert {row["prompt"] for row in splits["pairs"]} == prompts["prompts"]
+    for row in itertools.chain.from_iterable(splits.values()):
+        right = str(max(map(int, row["prompt"].removeprefix("max(").removesuffix(")=").split(","))))
+        assert row.get("completion", row.get("chosen")) == right != row.get("rejected")
 
 
 @pytest.mark.parametrize("rows", ["constants"], indirect=True)

@@ -22,9 +22,12 @@ from tests.pipeline.conftest import ROOT, Pipeline
 from tests.pipeline.forked import DEADLINE_S
 from tests.pipeline.runs import step_of, train, trained_groups
 
-OTHERS = ("constants", "gsm8k", "mbpp", "on_policy_distillation", "smollm2_arithmetic")
-"""Recipes over rows of files, and one from a model that another run has trained, which have tests of their own, as
-those of other trainers have."""
+OTHERS = (
+    "constants", "gsm8k", "mbpp", "on_policy_distillation", "smollm2_arithmetic", "smollm2_distill", "smollm2_grpo",
+    "smollm2_ppo",
+)  # fmt: skip
+"""Recipes over rows of files, or from models that other runs have trained, which have tests of their own, as those of
+other trainers have."""
 RECIPES = sorted(
     path
     for path in (ROOT / "configs" / "recipes").glob("*.yaml")

@@ -71,6 +71,9 @@ class HfModel:
         check_positions(settings.config.rollout.engine.max_model_len, text, settings.model)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)
         self._attends = "past_key_values" in self._inputs
+        # An index copies the hidden states: of a slice of them, which has gaps, torch's bfloat16 on CPUs computes the
+        # head a thousand times slower.
+        self._last = torch.tensor([-1], device=self.device)
         self.changes = 0
         use_grouped_attention(model)
 
@@ -95,7 +98,7 @@ class HfModel:
             "attention_mask": mask_BT if self._attends else mask_BT[:, -new:],
             "position_ids": positions_BN,
             "use_cache": True,
-            "logits_to_keep": 1,
+            "logits_to_keep": self._last,
             "past_key_values" if self._attends else "cache_params": cache,
         }
         known = {name: value for name, value in inputs.items() if name in self._inputs}

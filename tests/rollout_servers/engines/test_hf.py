@@ -319,6 +319,15 @@ def test_samples_of_one_prompt_are_computed_once(policy: HfModel, monkeypatch: p
 
 
 @torch.inference_mode()
+def test_the_head_gets_hidden_states_without_gaps(policy: HfModel) -> None:
+    strides: list[tuple[int, ...]] = []
+    head = policy._model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].stride()))
+    policy.prefill([PROMPT, PROMPT])
+    size = head.weight.shape[1]
+    assert strides == [(size, size, 1)]
+
+
 def test_model_that_attends_to_padding_is_refused(policy: HfModel, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(policy, EngineConfig(max_model_len=64))
     check_padding(policy, batch, dtype="float32")
