@@ -75,7 +75,7 @@ class _RmsNorm(torch.autograd.Function):
         norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
         scale = norms.square_().div_(size).add_(epsilon).rsqrt_()
         ctx.save_for_backward(states, weight_D, scale)
-        normed = states * scale
+        normed: Tensor = states * scale
         return normed.mul_(weight_D)
 
     @staticmethod
