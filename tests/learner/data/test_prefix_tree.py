@@ -110,6 +110,20 @@ def test_trees_of_different_groups_share_a_system_prompt() -> None:
     }
 
 
+def test_short_groups_share_their_own_prompts() -> None:
+    rule = PrefixSharing(100, least_of_short=16)
+    first, second = group(4, 2, 2, 2, 2, 2, 2), group(4, 2, 2, 2, 2, 2, 2)
+    (batch,) = pack([*first, *second], token_budget=400, sharing=rule, groups=[6, 6])
+    assert batch.tree is not None
+    assert [tree.lengths for tree in batch.tree.trees] == 2 * [(4, 2, 2, 2, 2, 2, 2)]
+    assert {row: unpacked(batch, row)[1] for row in range(12)} == {
+        row: each.token_ids[1:].tolist() for row, each in enumerate([*first, *second])
+    }
+    (long,) = pack([*first, *group(4, 2, 130)], token_budget=400, sharing=rule, groups=[6, 2])
+    assert long.tree is None
+    assert pack([*first, *second], token_budget=400, sharing=PrefixSharing(100), groups=[6, 6])[0].tree is None
+
+
 def test_prefixes_that_save_too_little_are_not_shared() -> None:
     sequences = group(6, 60, 50)
     assert pack(sequences, token_budget=200, sharing=PrefixSharing(7))[0].tree is None

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.learner.data.packing import TokenSequence, all_actions, empty_micro_batch, pack
 from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.export import export_model
+from slipstream.learner.models import attention_tree
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.prefix_sharing import common_sharing
@@ -100,7 +101,7 @@ def branching(vocabulary: int) -> list[TokenSequence]:
     return [TokenSequence(row, np.arange(len(row)) >= 2 + number) for number, row in enumerate(rows)]
 
 
-def test_shared_prefixes_equal_sequences_alone(loaded: Loaded) -> None:
+def test_shared_prefixes_equal_sequences_alone(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(loaded.plain.config.get_text_config())
     sharing = common_sharing([loaded.learner])
     assert (sharing is None) == (kind.__name__ in SHARE_NOTHING)
@@ -110,7 +111,9 @@ def test_shared_prefixes_equal_sequences_alone(loaded: Loaded) -> None:
     (alone,), (shared,) = (pack(rows, token_budget=300, sharing=each) for each in (None, PrefixSharing(1)))
     assert shared.input_ids_1N.shape[1] < 0.6 * alone.input_ids_1N.shape[1] == 0.6 * shared.sequence_tokens
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for batch in (alone, shared):
+    for batch, short in ((alone, 0), (shared, 0), (shared, 128)):  # attention by node, and to whole trees
+        monkeypatch.setattr(attention_tree, "SHORT", short)
+        attention_tree.tree_forms.cache_clear()
         loaded.learner.zero_grad()
         scores = score_actions(loaded.learner, batch, temperature=0.7, entropy="gradient")
         assert scores.entropy_A is not None
@@ -120,11 +123,12 @@ def test_shared_prefixes_equal_sequences_alone(loaded: Loaded) -> None:
         torch.autograd.backward((scores_2BT * torch.linspace(-1, 1, scores_2BT.numel()).view_as(scores_2BT)).mean())
         gradients = {name: parameter.grad.clone() for name, parameter in loaded.learner.named_parameters()}
         found.append((scores_2BT.detach(), gradients))
-    (scores_alone, gradients_alone), (scores_shared, gradients_shared) = found
-    torch.testing.assert_close(scores_shared, scores_alone, atol=1e-5, rtol=1e-5)
-    for name, expected in gradients_alone.items():
-        atol = 1e-7 + 1e-5 * float(expected.abs().max())
-        torch.testing.assert_close(gradients_shared[name], expected, atol=atol, rtol=1e-5, msg=name)
+    (scores_alone, gradients_alone), *of_shared = found
+    for scores_shared, gradients_shared in of_shared:
+        torch.testing.assert_close(scores_shared, scores_alone, atol=1e-5, rtol=1e-5)
+        for name, expected in gradients_alone.items():
+            atol = 1e-7 + 1e-5 * float(expected.abs().max())
+            torch.testing.assert_close(gradients_shared[name], expected, atol=atol, rtol=1e-5, msg=name)
     loaded.learner.zero_grad()
 
 
