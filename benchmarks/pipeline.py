@@ -151,7 +151,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--trl", nargs="?", type=Path, const=THIS_PYTHON, help="interpreter with TRL and vLLM, or this one")
     add("--seconds", type=positive, default=75, help="measured time of a run")
     add("--micro-batch", type=positive, default=8, help="answers of one of TRL's micro-batches")
-    add("--lr", type=float, default=5e-4, help="learner.optimizer.lr")
+    add("--lr", type=float, default=3e-5, help="learner.optimizer.lr")
 
 
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def test_model_counts_down_from_numbers_of_these_probabilities(tmp_path: Path) -
     assert favoured_share(text, "", {}) == (count % 2 == 0).float().mean()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed here")
 @pytest.mark.usefixtures("forked_workers")
 def test_pipeline_beside_trl(measured: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
