@@ -16,11 +16,10 @@ from typing import Any
 import psutil
 
 from benchmarks.countdown import PROMPT_TOKENS, build_countdown_model, most_tokens, write_prompts
-from benchmarks.demo import CpuClock
 from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.learner import MODEL, run_loop
 from benchmarks.weights_learner import weights_config
-from benchmarks.workers import WAIT_S, Workers, free_port
+from benchmarks.workers import WAIT_S, Workers, cpu_s, free_port
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.tools.follow import JsonLinesFollower
@@ -200,20 +199,13 @@ def run_ours(workers: Workers, config: RunConfig, seconds: float, tick: Callable
             )
 
     with workers.run(config) as children:
+        processes = {name: psutil.Process(child.process.pid) for name, child in children.items()}
         wait_until(lambda: len(steps) >= warm_up_steps)
-        clock = CpuClock(
-            config.paths.metrics, {name: psutil.Process(child.process.pid) for name, child in children.items()}
-        )
+        before_s = {name: cpu_s(process) for name, process in processes.items()}
         ends_at = time.monotonic() + seconds
-
-        def enough() -> bool:
-            clock.tick()
-            return time.monotonic() >= ends_at and len(steps) > warm_up_steps
-
-        wait_until(enough)
-    by_step = {name.partition("/")[2]: used_s for name, used_s in clock.per_step().items() if "/" in name}
-    measured = len(steps) - warm_up_steps
-    return Result(steps, {name: used_s * measured for name, used_s in by_step.items()}, warm_up_steps)
+        wait_until(lambda: time.monotonic() >= ends_at and len(steps) > warm_up_steps)
+        used_s = {name: cpu_s(process) - before_s[name] for name, process in processes.items()}
+    return Result(steps, used_s, warm_up_steps)
 
 
 def trl_task(config: RunConfig, prompts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +246,7 @@ def figures_of(results: Mapping[Case, Sequence[Result]], *, answers: int) -> Ite
     for case, runs in sorted(results.items(), key=lambda item: item[0].staleness is not None):
         yield Figure(f"{case.name}: tokens trained", speeds[case], "/s")
         if (trl := Case(case.engine, None)) in speeds and case != trl:
-            yield Figure("  by TRL's", speeds[case] / speeds[trl], "", SPEEDUP)
+            yield Figure("  by that of TRL", speeds[case] / speeds[trl], "", SPEEDUP)
         yield Figure("  generates" if case == trl else "  learner waits", mean(map(wait_share, runs)), "of a step")
         yield Figure("  tokens of an answer", mean(length_of(run, answers) for run in runs))
         for process in ("rollout", "learner") if case != trl else ():
