@@ -7,7 +7,7 @@ are computed; their contribution to the hidden states is small.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ VARIANTS = 64
 """Tokens of a number. The largest number is so that the vocabulary has tokens for it."""
 PAD, EOS, ASK = "<pad>", "<eos>", "?"
 PROMPT_TOKENS = 32
-ASK_DIMENSIONS = 16
-"""Of the hidden state: they tell the prompt's end from numbers."""
+ASK_DIMENSIONS, SIGN_DIMENSIONS = 16, 16
+"""Of the hidden state: these tell the prompt's end from numbers; these, 0 at first, choose among a number's tokens."""
 CERTAINTY = 20.0
 """Logit of the tokens of the right number; others are near 0."""
+SIGN_SCALE = 3.0
+"""Of the logits by the latter dimensions: large, so that few small updates raise the reward and leave the lengths."""
 LAYER_SCALE = 0.1
 """Of the layers' contribution to the hidden state."""
 
@@ -59,7 +61,7 @@ def build_countdown_model(config: Mapping[str, Any], folder: Path) -> Path:
     special = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     write_model({**config, **special}, folder, dtype="float32")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    _count_down(model)
+    _count_down(model, tokens)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(special), encoding="utf-8")
     words = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=PAD))
@@ -72,29 +74,32 @@ def build_countdown_model(config: Mapping[str, Any], folder: Path) -> Path:
 
 
 @torch.no_grad()
-def _count_down(model: Any) -> None:
-    # K numbers, D hidden size, V vocabulary
+def _count_down(model: Any, tokens: Sequence[str]) -> None:
+    # K numbers, D hidden size, V vocabulary, I a layer's inner size
     longest, hidden = model.config.vocab_size // VARIANTS, model.config.hidden_size
-    numbers = longest - 1
+    numbers, coded = longest - 1, ASK_DIMENSIONS + SIGN_DIMENSIONS
     embedding_VD, head_VD = model.model.embed_tokens.weight, model.lm_head.weight
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(LAYER_SCALE)
-        layer.mlp.down_proj.weight.mul_(LAYER_SCALE)
+        for projection_DI in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            projection_DI.mul_(LAYER_SCALE)
+            projection_DI[ASK_DIMENSIONS:coded] = 0
     codes_KD = torch.zeros(numbers, hidden)
-    free = hidden - ASK_DIMENSIONS
-    codes_KD[:, ASK_DIMENSIONS:] = torch.randint(0, 2, (numbers, free)).mul(2).sub(1) * math.sqrt(hidden / free)
+    signs_KD = torch.randint(0, 2, (numbers, hidden - coded)).mul(2).sub(1)
+    codes_KD[:, coded:] = signs_KD * math.sqrt(hidden / (hidden - coded))
     ask_D = torch.zeros(hidden)
     ask_D[:ASK_DIMENSIONS] = math.sqrt(hidden / ASK_DIMENSIONS)
     embedding_VD.normal_()
-    embedding_VD[2] = ask_D
+    embedding_VD[tokens.index(ASK)] = ask_D
     embedding_VD[VARIANTS:] = codes_KD.repeat_interleave(VARIANTS, 0)
     # Rows over the hidden size: the product with an own code is the logit.
     first_K = torch.from_numpy(length_probabilities(longest)).log().float() + CERTAINTY
     rows_KD = first_K[:, None] * ask_D / hidden
     rows_KD[:-1] += CERTAINTY * codes_KD[1:] / hidden
     head_VD.zero_()
-    head_VD[1] = (CERTAINTY + math.log(VARIANTS)) * codes_KD[0] / hidden
+    head_VD[tokens.index(EOS)] = (CERTAINTY + math.log(VARIANTS)) * codes_KD[0] / hidden
     head_VD[VARIANTS:] = rows_KD.repeat_interleave(VARIANTS, 0)
+    favoured_V = torch.tensor([1.0 if "+" in token else -1.0 for token in tokens[VARIANTS:]])
+    head_VD[VARIANTS:, ASK_DIMENSIONS:coded] = SIGN_SCALE * favoured_V[:, None]
 
 
 def write_prompts(file: Path, count: int) -> list[str]:

@@ -146,12 +146,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="rollout.engine.name, without --trl the first")
     alone = parser.add_argument_group("without --trl")
     alone.add_argument("--steps", type=positive, default=40, help="measured steps of a run")
-    beside = parser.add_argument_group("in turns with TRL, with answers of log-normal length: 12 minutes on idle cores")
+    beside = parser.add_argument_group("in turns with TRL, with answers of log-normal length: 10 minutes on idle cores")
     add = beside.add_argument
     add("--trl", nargs="?", type=Path, const=THIS_PYTHON, help="interpreter with TRL and vLLM, or this one")
-    add("--seconds", type=positive, default=75, help="measured time of a run")
+    add("--seconds", type=positive, default=60, help="measured time of a run")
     add("--micro-batch", type=positive, default=8, help="answers of one of TRL's micro-batches")
-    add("--lr", type=float, default=5e-4, help="learner.optimizer.lr")
+    add("--lr", type=float, default=3e-5, help="learner.optimizer.lr")
 
 
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:

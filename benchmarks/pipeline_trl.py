@@ -5,7 +5,6 @@ same time after its first steps. TRL alternates between generation and training;
 """
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +16,19 @@ from typing import Any
 import psutil
 
 from benchmarks.countdown import PROMPT_TOKENS, build_countdown_model, most_tokens, write_prompts
-from benchmarks.demo import CpuClock
 from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.learner import MODEL, run_loop
 from benchmarks.weights_learner import weights_config
-from benchmarks.workers import WAIT_S, Workers, free_port
+from benchmarks.workers import WAIT_S, Workers, cpu_s, free_port
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.tools.follow import JsonLinesFollower
 
 GROUP_SIZE = 8
 TOKEN_BUDGET = 4096
 PROMPTS = 4096
+IN_FLIGHT_STEPS = 2
+"""Groups in flight, in steps of the learner: more would be recomputed at each update."""
 WARM_UP_STEPS = {"slipstream": 5, "TRL": 1}
 """Steps before the measured ones: overlapping phases need some until the lag is as usual."""
 SCORED_STEPS = 2
@@ -107,7 +108,13 @@ class Result:
 
 
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
-    """Measures and shows all figures; a run that fails is left out. Raises: Stopped after a signal."""
+    """Measures and shows all figures; a run that fails is left out.
+
+    Raises: ConfigError for micro-batches that do not divide a step, Stopped after a signal.
+    """
+    answers = options.groups_per_step * GROUP_SIZE
+    if answers % min(options.micro_batch, answers):
+        raise ConfigError(f"--micro-batch {options.micro_batch} must divide a step's {answers} answers")
     cases = [Case(engine, staleness) for engine in options.engines for staleness in (*options.staleness, None)]
     results: dict[Case, list[Result]] = defaultdict(list)
     with Workers.start() as workers:
@@ -122,7 +129,7 @@ def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
             else:
                 results[case].append(result)
                 print(f"{case.name}: {result.tokens / result.seconds:.0f} tokens/s", flush=True)
-    figures.show(*figures_of(results, answers=options.groups_per_step * GROUP_SIZE))
+    figures.show(*figures_of(results, answers=answers))
     return {case.name: [asdict(result) for result in found] for case, found in results.items()}
 
 
@@ -147,9 +154,8 @@ def run(workers: Workers, case: Case, name: str, prompts: Sequence[str], options
 
 
 def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace) -> RunConfig:
-    """A run without end, on free ports; as many groups are in flight as the bound of staleness admits."""
+    """A run without end, on free ports."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    staleness = case.staleness or 0
     return weights_config(
         folder,
         name,
@@ -159,10 +165,10 @@ def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace)
         scoring={"workers": 0},
         eval={"tasks": 0},
         redis={"port": free_port()},
-        buffer={"bind": address, "endpoint": address, "max_staleness": staleness},
+        buffer={"bind": address, "endpoint": address, "max_staleness": case.staleness or 0},
         rollout={
             "group_size": GROUP_SIZE,
-            "groups_in_flight": (staleness + 1) * options.groups_per_step,
+            "groups_in_flight": IN_FLIGHT_STEPS * options.groups_per_step,
             "sampling": {"max_tokens": most_tokens(MODEL)},
             "engine": {"name": case.engine, "max_model_len": PROMPT_TOKENS + most_tokens(MODEL)},
         },
@@ -179,40 +185,27 @@ def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace)
 
 def run_ours(workers: Workers, config: RunConfig, seconds: float, tick: Callable[[], None]) -> Result:
     """Runs a configuration for some time after its first steps, with a thread for each process, as `slipstream up`."""
-    warm_up_steps = WARM_UP_STEPS["slipstream"]
+    warm_up_steps, steps = WARM_UP_STEPS["slipstream"], list[Step]()
+    metrics = JsonLinesFollower(config.paths.metrics)
+
+    def wait_until(done: Callable[[], bool]) -> None:
+        while not done():
+            tick()
+            workers.pause(WAIT_S)
+            steps.extend(
+                Step(record["step_s"], record["wait_s"], record["actions"], record["reward"])
+                for record in metrics.new_records()
+                if record["kind"] == "step"
+            )
+
     with workers.run(config) as children:
-
-        def wait_until(done: Callable[[], bool]) -> None:
-            while not done():
-                tick()
-                workers.pause(WAIT_S)
-
-        wait_until(lambda: len(read_steps(config.paths.metrics)) >= warm_up_steps)
         processes = {name: psutil.Process(child.process.pid) for name, child in children.items()}
-        clock = CpuClock(config.paths.metrics, processes)
+        wait_until(lambda: len(steps) >= warm_up_steps)
+        before_s = {name: cpu_s(process) for name, process in processes.items()}
         ends_at = time.monotonic() + seconds
-
-        def enough() -> bool:
-            clock.tick()
-            return time.monotonic() >= ends_at and len(read_steps(config.paths.metrics)) > warm_up_steps
-
-        wait_until(enough)
-    steps = read_steps(config.paths.metrics)
-    cpu_s = {name.partition("/")[2]: used_s for name, used_s in clock.per_step().items() if "/" in name}
-    return Result(steps, {name: used_s * (len(steps) - warm_up_steps) for name, used_s in cpu_s.items()}, warm_up_steps)
-
-
-def read_steps(metrics: Path) -> list[Step]:
-    """The steps of a run so far."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [
-        Step(record["step_s"], record["wait_s"], record["actions"], record["reward"])
-        for record in records
-        if record["kind"] == "step"
-    ]
+        wait_until(lambda: time.monotonic() >= ends_at and len(steps) > warm_up_steps)
+        used_s = {name: cpu_s(process) - before_s[name] for name, process in processes.items()}
+    return Result(steps, used_s, warm_up_steps)
 
 
 def trl_task(config: RunConfig, prompts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -253,7 +246,7 @@ def figures_of(results: Mapping[Case, Sequence[Result]], *, answers: int) -> Ite
     for case, runs in sorted(results.items(), key=lambda item: item[0].staleness is not None):
         yield Figure(f"{case.name}: tokens trained", speeds[case], "/s")
         if (trl := Case(case.engine, None)) in speeds and case != trl:
-            yield Figure("  by TRL's", speeds[case] / speeds[trl], "", SPEEDUP)
+            yield Figure("  by that of TRL", speeds[case] / speeds[trl], "", SPEEDUP)
         yield Figure("  generates" if case == trl else "  learner waits", mean(map(wait_share, runs)), "of a step")
         yield Figure("  tokens of an answer", mean(length_of(run, answers) for run in runs))
         for process in ("rollout", "learner") if case != trl else ():
