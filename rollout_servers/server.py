@@ -330,7 +330,8 @@ class RolloutServer:
         except EpisodeFailed as error:
             if self._first.record_failure(error.reason):
                 await self._require_playable(error, tally)
-            await self._backoff.wait(error.reason)
+            if error.reason != SILENT:  # nobody came, which is no fault of this server
+                await self._backoff.wait(error.reason)
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()

@@ -45,8 +45,8 @@ STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
 """Storing blocks Redis; a single group may be larger."""
 EXPORTED_AT_ONCE = 1000
-MOST_EVENT_BYTES = 64 << 20
-"""Of the events that are kept for a ticket."""
+MOST_EVENT_BYTES = 32 << 20
+"""Of the events that are kept for a ticket; a server takes messages of twice as much."""
 LATEST_REPORTS = 4
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
 """Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""

@@ -100,6 +100,8 @@ class EpisodeEvent(Record, frozen=True):
     """Sampled in it."""
     content: Annotated[bytes, msgspec.Meta(max_length=MOST_EVENT_BYTES)]
     """Read by rollout servers only."""
+    v: int = SCHEMA_VERSION
+    """Of the content: it stays in Redis when a run goes on with another release."""
 
 
 class Ticket(Record, frozen=True):

@@ -335,12 +335,7 @@ def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
 
 
 async def play_group(
-    player: Player,
-    ticket: m.Ticket,
-    tally: Tally,
-    *,
-    on_generated: Callable[[], None],
-    keep: Keep | None = None,
+    player: Player, ticket: m.Ticket, tally: Tally, *, on_generated: Callable[[], None], keep: Keep | None = None
 ) -> m.Group:
     """The group of a ticket.
 

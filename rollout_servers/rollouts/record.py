@@ -106,5 +106,6 @@ class TicketRecord:
     events: Sequence[m.EpisodeEvent] = ()
 
     def episode(self, number: int) -> EpisodeRecord:
-        """The steps of an episode."""
-        return EpisodeRecord(self, number, [event for event in self.events if event.episode == number])
+        """The steps of an episode, but for those of another release."""
+        mine = [event for event in self.events if event.episode == number and event.v == m.SCHEMA_VERSION]
+        return EpisodeRecord(self, number, mine)

@@ -23,7 +23,7 @@ from slipstream.buffer.store.account import Tokens, account
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.spill import SpillFolder
-from slipstream.buffer.wire.codec import action_mask, decode_group, token_ids
+from slipstream.buffer.wire.codec import decode_group, token_ids
 from slipstream.buffer.wire.messages import LedgerCounts
 from slipstream.configs import RunConfig
 from tests.faults.processes import DEADLINE_S, Run, running
@@ -39,6 +39,7 @@ SETTINGS = (
     "rollout={group_size: 1, groups_in_flight: 24, group_deadline_s: 60, episode: {tokens: 1000}, "
     "sampling: {max_tokens: 24, ignore_eos: false}, engine: {name: hf, max_model_len: 1024}}",
     "learner.advantage={name: reinforce_plus_plus}", "learner.groups_per_step=4", "buffer.max_staleness=8",
+    "eval.tasks=0",
 )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class Agents:
     """Agents in a thread of their own.
 
     Attributes:
-        finished: tokens of the answers of each session whose reward was accepted.
+        finished: all tokens of each session whose reward was accepted.
         lost: ids of answers that a session did not have at its end.
     """
 
@@ -70,6 +71,7 @@ class Agents:
     rng: random.Random
     finished: list[list[int]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
     abandoned: int = 0
     restarted: int = 0
     gone: int = 0
@@ -107,7 +109,12 @@ class Agents:
     def _start(self, dialogue: Dialogue) -> None:
         task = asyncio.create_task(self._play(dialogue))
         self._tasks[task] = dialogue
-        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.errors.append(error)
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -139,7 +146,8 @@ class Agents:
             await self._ask(dialogue.path + "/close", dialogue.key, {"state": "done"})
             await asyncio.sleep(self.rng.uniform(0, LATEST_REWARD_S))
             await self._ask(dialogue.path + "/reward", dialogue.key, {"reward": self.rng.random()})
-            self.finished.append([token for each in dialogue.answered for token in nodes[each]["token_ids"]])
+            path = [nodes[each] for each in dialogue.answered]
+            self.finished.append([token for node in path for token in (*node["context_ids"], *node["token_ids"])])
 
     async def _ask(self, path: str, key: str | None, body: Any) -> Any:
         """The answer of the gateway that has the session. Raises: Gone."""
@@ -177,18 +185,14 @@ def inject(run: Run, agents: Agents, name: str, away_s: float) -> None:
 
 
 async def found(config: RunConfig) -> tuple[list[list[int]], Tokens, LedgerCounts]:
-    """The actions of each episode that may be trained on or was, the account, and the counts of groups."""
+    """The tokens of each episode that may be trained on or was, the account, and the counts of groups."""
     async with Redis.from_url(config.redis.address) as redis:
         reader = LedgerReader(redis, config.run.name, SpillFolder(config.paths.spill))
         ids = [each for state in ("trained", "durable", "ready", "leased") for each in await reader.ids(state)]
         blobs = [record.blob for record in await reader.groups(ids) if record is not None]
         groups = [decode_group(blob) for blob in blobs if blob is not None]
         ledger = Ledger(redis, config)
-        episodes = [
-            [int(token) for token in token_ids(each)[action_mask(each) == 1]]
-            for group in groups
-            for each in group.trajectories
-        ]
+        episodes = [[int(token) for token in token_ids(each)] for group in groups for each in group.trajectories]
         return episodes, (await account(ledger.scripts)).total, await ledger.counts()
 
 
@@ -222,7 +226,7 @@ def test_no_finished_call_of_an_agent_is_lost(tmp_path: Path, forks: ForkServerC
         f"{agents.abandoned} did not; {agents.gone} sessions gone, {agents.retries} requests to other gateways\n"
         f"{counts}\n{total}"
     )
-    assert not agents.lost
+    assert not agents.lost and not agents.errors
     assert max(Counter(map(tuple, episodes)).values()) == 1, "an episode is in two groups"
     assert missing.total() <= expired, counts.reasons
     assert total.closes

@@ -207,7 +207,9 @@ class Session:
 
     def _answered_earlier(self, fingerprint: bytes) -> Answer | None:
         """The answer of an earlier server to the same call, once, unless another call has continued it."""
-        answers = self._earlier.get(fingerprint, [])
+        answers = self._earlier.get(fingerprint)
+        if not answers:
+            return None
         parents = {node.parent for node in self.tree}
         for answer in answers:
             node = answer.node
