@@ -31,8 +31,9 @@ DAY_S: Final = 86_400.0
 """Longest life of a container whose task limits no agent."""
 
 _PREFIX: Final = "slipstream-harbor-"
-_TEST: Final = "chmod +x /tests/test.sh && exec /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-_SOLVE: Final = "chmod +x /solution/solve.sh && exec /solution/solve.sh"
+_SCRIPTS: Final = {"tests": "test.sh", "solution": "solve.sh"}
+_TEST: Final = "exec /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
+_SOLVE: Final = "exec /solution/solve.sh"
 
 
 class Place(Protocol):
@@ -97,6 +98,7 @@ class SandboxPlace:
     def _copied(self, name: str) -> Path:
         path = self._folder / name
         shutil.copytree(self._task.folder / name, path, symlinks=True)
+        (path / _SCRIPTS[name]).chmod(0o755)
         self._workspace.own(path)
         return path
 
@@ -186,9 +188,10 @@ class DockerPlace:
         return ["docker", "exec", "-i", *([] if user is None else ["--user", user]), *variables, self._container]
 
     async def _copy(self, name: str) -> None:
-        await succeed(
-            ["docker", "cp", str(self._task.folder / name), f"{self._container}:/{name}"], OTHER_S, "docker cp"
-        )
+        copy = ["docker", "cp", str(self._task.folder / name), f"{self._container}:/{name}"]
+        await succeed(copy, OTHER_S, "docker cp")
+        readable = f"chmod -R a+rX /{name} && chmod a+x /{name}/{_SCRIPTS[name]}"
+        await succeed([*self._exec("root", {}), "sh", "-c", readable], OTHER_S, "docker exec")
 
 
 _building: dict[str, asyncio.Lock] = {}

@@ -18,7 +18,7 @@ from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.adapters.harbor.__main__ import main
 from slipstream.env.adapters.harbor.env import Catalog, Harbor
 from slipstream.env.adapters.harbor.folder import HarborTask
-from slipstream.env.adapters.harbor.places import docker_problem, read_rewards, sandbox_problem
+from slipstream.env.adapters.harbor.places import read_rewards, sandbox_problem
 from slipstream.env.adapters.harbor.recipe import NeedsImage, Recipe
 from slipstream.env.base import EnvFailed
 from slipstream.env.registry import build_env
@@ -32,9 +32,8 @@ from tests.rollout_servers.rollouts.test_conversation import chat_answer
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
 TASKS = EXAMPLES / "harbor"
 SHELL = [sys.executable, str(EXAMPLES / "shell.py")]
-IMAGE = os.environ.get("SLIPSTREAM_HARBOR_IMAGE", "")
 
-needs_docker = pytest.mark.skipif(not IMAGE or bool(docker_problem()), reason="SLIPSTREAM_HARBOR_IMAGE, and a daemon")
+needs_docker = pytest.mark.skipif("SLIPSTREAM_HARBOR_CHECK" not in os.environ, reason="make harbor-check runs it")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -258,6 +257,37 @@ async def test_failed_tests_are_no_reward(copy: Any, runtime: str, test: str, sh
 LOOPBACK = 'import socket; a = socket.create_server(("127.0.0.1", 0)); socket.create_connection(a.getsockname())'
 
 
+@needs_docker
+async def test_image_that_cannot_be_built_is_no_reward(copy: Any) -> None:
+    folder = copy(**{"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN exit 9\n"})
+    with pytest.raises(EnvFailed, match="docker build"):
+        await scored(folder, runtime="docker")
+
+
+@needs_docker
+async def test_limits_of_a_container(copy: Any) -> None:
+    test = """#!/bin/sh
+    cd /sys/fs/cgroup
+    cat memory.max memory/memory.limit_in_bytes 2>/dev/null | grep -qx 1073741824 || exit 1
+    [ "$USER_OF_TASK" = agent ] && [ "$(cat /app/owner)" = nobody ] && echo 1 > /logs/verifier/reward.txt
+    """
+    toml = (
+        (TASKS / "hello" / "task.toml")
+        .read_text()
+        .replace("[environment]", '[environment]\nenv = {USER_OF_TASK = "agent"}')
+    )
+    toml = toml.replace("[agent]", '[agent]\nuser = "nobody"')
+    solution = "#!/bin/sh\nid -un > /app/owner\n"
+    dockerfile = "FROM debian:12\nWORKDIR /app\nRUN chmod 777 /app\n"
+    files = {
+        "task.toml": toml,
+        "tests/test.sh": test,
+        "solution/solve.sh": solution,
+        "environment/Dockerfile": dockerfile,
+    }
+    assert await scored(copy(**files), solved=True, runtime="docker") == {"reward": 1.0}
+
+
 async def test_limits_and_confinement_of_the_sandbox(copy: Any) -> None:
     checks = {
         "cores": '[ "$(nproc)" = 1 ]',
@@ -336,8 +366,11 @@ def calling(command: str) -> str:
         ("exit 7", 0.0, 0.0),
     ],
 )
-async def test_agent_is_rewarded_by_the_tests(model: Path, command: str, reward: float, lines: float) -> None:
-    env = harbor(TASKS / "totals", eval_path=str(TASKS / "hello"), command=SHELL)
+@pytest.mark.parametrize("runtime", ["sandbox", pytest.param("docker", marks=needs_docker)])
+async def test_agent_is_rewarded_by_the_tests(
+    model: Path, runtime: str, command: str, reward: float, lines: float
+) -> None:
+    env = harbor(TASKS / "totals", eval_path=str(TASKS / "hello"), command=SHELL, runtime=runtime)
     tokenizer = Tokenizer(model)
     recorder = Recorder(None, [chat_answer(tokenizer, calling(command)), chat_answer(tokenizer, "Done.<|im_end|>")])
     async with served(model, recorder, env) as player:
