@@ -96,10 +96,14 @@ class SandboxPlace:
         return {inside: path}
 
     def _copied(self, name: str) -> Path:
+        """A copy of a part of the task. Raises: EnvFailed."""
         path = self._folder / name
-        shutil.copytree(self._task.folder / name, path, symlinks=True)
-        (path / _SCRIPTS[name]).chmod(0o755)
-        self._workspace.own(path)
+        try:
+            shutil.copytree(self._task.folder / name, path, symlinks=True)
+            (path / _SCRIPTS[name]).chmod(0o755)
+            self._workspace.own(path)
+        except OSError as error:
+            raise EnvFailed(f"{name}/ of the task can't be copied: {error}") from None
         return path
 
 

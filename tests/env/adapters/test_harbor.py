@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.adapters.harbor.__main__ import main
@@ -407,10 +408,10 @@ WRITES = "import subprocess; subprocess.run([os.environ['SLIPSTREAM_SHELL'], 'sh
         (f"{CALLS_ONCE}{WRITES}; raise SystemExit(3)", None, "agent_error"),
     ],
 )
-async def test_ends_of_agents(model: Path, copy: Any, agent: str, turns: int | None, outcome: float | str) -> None:
-    toml = (TASKS / "hello" / "task.toml").read_text().replace("timeout_sec = 120.0", "timeout_sec = 10.0")
-    folder = copy(**{"task.toml": toml})
-    env = harbor(folder, eval_path=str(TASKS / "words"), command=[sys.executable, "-c", agent])
+async def test_ends_of_agents(model: Path, agent: str, turns: int | None, outcome: float | str) -> None:
+    env = harbor(
+        TASKS / "hello", eval_path=str(TASKS / "words"), command=[sys.executable, "-c", agent], agent_timeout_s=10
+    )
     recorder = Recorder(None, [chat_answer(Tokenizer(model), "Yes.<|im_end|>")])
     async with served(model, recorder, env, episode={"tokens": 1000, "turns": turns}) as player:
         if isinstance(outcome, str):
@@ -431,11 +432,18 @@ async def test_failed_tests_cost_the_episode(model: Path, copy: Any) -> None:
     assert failed.value.reason == "env_error"
 
 
+def test_example_names_its_tasks_and_its_agent() -> None:
+    config = load_config(EXAMPLES / "harbor.yaml")
+    root = EXAMPLES.parents[1]
+    assert root / config.env.options["path"] == TASKS
+    assert (root / config.env.options["command"][-1]).is_file()
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"runtime": "podman"}, {"concurrency": 0}, {"command": "true"}, {"command": ["no-such-program"]},
-        {"path": "/no/such/folder"}, {"command": []},
+        {"path": "/no/such/folder"}, {"command": []}, {"agent_timeout_s": 0},
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(options: dict[str, Any]) -> None:
