@@ -19,7 +19,7 @@ from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.adapters.harbor.__main__ import main
 from slipstream.env.adapters.harbor.env import Catalog, Harbor
 from slipstream.env.adapters.harbor.folder import HarborTask
-from slipstream.env.adapters.harbor.places import read_rewards, sandbox_problem
+from slipstream.env.adapters.harbor.places import read_rewards, remove_abandoned, sandbox_problem
 from slipstream.env.adapters.harbor.recipe import NeedsImage, Recipe
 from slipstream.env.base import EnvFailed
 from slipstream.env.registry import build_env
@@ -122,6 +122,8 @@ def test_task_is_read_as_harbor_has_it(copy: Any, monkeypatch: pytest.MonkeyPatc
     cpus = 2
     allow_internet = false
     docker_image = "registry/image:tag"
+    gpus = 0
+    mcp_servers = []
     workdir = "/work"
     """
     instruction = "<!-- benchmark canary 1234 -->\n# another canary\n\nDo it.\n"
@@ -273,6 +275,15 @@ async def test_agent_can_prepare_no_reward(copy: Any) -> None:
         assert printed.decode().endswith("none\n")
         with pytest.raises(EnvFailed, match="neither"):
             await place.rewards()
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own, killed = (tmp_path / f"slipstream-harbor-{process}-x" for process in (os.getpid(), 2**22 + 1))
+    own.mkdir()
+    killed.mkdir()
+    remove_abandoned()
+    assert [*tmp_path.iterdir()] == [own]
 
 
 def test_reward_is_read_from_files(tmp_path: Path) -> None:
