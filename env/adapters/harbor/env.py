@@ -51,6 +51,7 @@ class Harbor:
         runtime: `auto`: the sandbox for a task that needs nothing else, Docker for others. `sandbox` and `docker`
             refuse tasks that can't run there.
         reward_key: which of several rewards in a reward.json is the episode's; the others are metrics.
+        agent_timeout_s: longest time of an agent, for tasks that allow more.
         skip_unusable: leave out the tasks that can't be used, instead of refusing to start.
         concurrency: episodes at a time, of each rollout server.
 
@@ -67,14 +68,17 @@ class Harbor:
         eval_path: str | None = None,
         runtime: Runtime = "auto",
         reward_key: str = REWARD,
+        agent_timeout_s: float | None = None,
         skip_unusable: bool = False,
         concurrency: int = 8,
     ) -> None:
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ConfigError(f"env harbor: concurrency={concurrency!r} must be a whole number from 1")
+        if agent_timeout_s is not None and not agent_timeout_s > 0:
+            raise ConfigError(f"env harbor: agent_timeout_s={agent_timeout_s!r} must be above 0")
         self._agent = Command(checked_command("harbor", command), concurrency=concurrency, rewards={0: None})
         self._places = asyncio.Semaphore(concurrency)
-        self._reward_key = reward_key
+        self._reward_key, self._agent_timeout_s = reward_key, agent_timeout_s
         self._catalog = catalog = Catalog(runtime)
         train = catalog.read(path)
         held_out = [] if eval_path is None else catalog.read(eval_path)
@@ -91,7 +95,6 @@ class Harbor:
         self._tasks = {"train": [task for task in train if _hash(task.instruction) not in hashes], "eval": held_out}
         if not self._tasks["train"]:
             raise ConfigError(f"env harbor: {path} has no task to train on, besides those held out (eval_path)")
-        self._by_folder = {str(task.folder): task for tasks in self._tasks.values() for task in tasks}
         remove_abandoned()
 
     def size(self, split: Split) -> int:
@@ -103,7 +106,7 @@ class Harbor:
         if not 0 <= index < self.size(split):
             raise IndexError(f"env harbor: {split} task {index} does not exist; there are {self.size(split)}")
         found = self._tasks[split][index]
-        return Task(found.instruction, "", {"task": found.name, "folder": str(found.folder)})
+        return Task(found.instruction, "", {"task": found.name, "split": split, "index": index})
 
     def fingerprint(self) -> str:
         """Hash of all files of the tasks."""
@@ -112,11 +115,12 @@ class Harbor:
 
     async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> AgentReward:
         """Plays one episode. Raises: AgentFailed, EnvFailed, OSError when the agent can't be started."""
-        harbor = self._by_folder[task.info["folder"]]
+        harbor = self._tasks[task.info["split"]][task.info["index"]]
+        limit_s = min(filter(None, (harbor.agent_timeout_s, self._agent_timeout_s)), default=None)
         async with self._places, self._catalog.place(harbor) as place:
             try:
                 # As in Harbor, what an agent has done until its deadline is tested.
-                async with asyncio.timeout(harbor.agent_timeout_s):
+                async with asyncio.timeout(limit_s):
                     await self._agent(task, endpoint, {SHELL: place.shell})
             except TimeoutError:
                 pass

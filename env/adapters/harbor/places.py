@@ -31,8 +31,9 @@ DAY_S: Final = 86_400.0
 """Longest life of a container whose task limits no agent."""
 
 _PREFIX: Final = "slipstream-harbor-"
-_TEST: Final = "chmod +x /tests/test.sh && exec /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-_SOLVE: Final = "chmod +x /solution/solve.sh && exec /solution/solve.sh"
+_SCRIPTS: Final = {"tests": "test.sh", "solution": "solve.sh"}
+_TEST: Final = "exec /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
+_SOLVE: Final = "exec /solution/solve.sh"
 
 
 class Place(Protocol):
@@ -95,9 +96,14 @@ class SandboxPlace:
         return {inside: path}
 
     def _copied(self, name: str) -> Path:
+        """A copy of a part of the task. Raises: EnvFailed."""
         path = self._folder / name
-        shutil.copytree(self._task.folder / name, path, symlinks=True)
-        self._workspace.own(path)
+        try:
+            shutil.copytree(self._task.folder / name, path, symlinks=True)
+            (path / _SCRIPTS[name]).chmod(0o755)
+            self._workspace.own(path)
+        except OSError as error:
+            raise EnvFailed(f"{name}/ of the task can't be copied: {error}") from None
         return path
 
 
@@ -186,9 +192,10 @@ class DockerPlace:
         return ["docker", "exec", "-i", *([] if user is None else ["--user", user]), *variables, self._container]
 
     async def _copy(self, name: str) -> None:
-        await succeed(
-            ["docker", "cp", str(self._task.folder / name), f"{self._container}:/{name}"], OTHER_S, "docker cp"
-        )
+        copy = ["docker", "cp", str(self._task.folder / name), f"{self._container}:/{name}"]
+        await succeed(copy, OTHER_S, "docker cp")
+        readable = f"chmod -R a+rX /{name} && chmod a+x /{name}/{_SCRIPTS[name]}"
+        await succeed([*self._exec("root", {}), "sh", "-c", readable], OTHER_S, "docker exec")
 
 
 _building: dict[str, asyncio.Lock] = {}

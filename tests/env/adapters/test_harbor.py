@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.adapters.harbor.__main__ import main
 from slipstream.env.adapters.harbor.env import Catalog, Harbor
 from slipstream.env.adapters.harbor.folder import HarborTask
-from slipstream.env.adapters.harbor.places import docker_problem, read_rewards, sandbox_problem
+from slipstream.env.adapters.harbor.places import read_rewards, remove_abandoned, sandbox_problem
 from slipstream.env.adapters.harbor.recipe import NeedsImage, Recipe
 from slipstream.env.base import EnvFailed
 from slipstream.env.registry import build_env
@@ -32,9 +33,8 @@ from tests.rollout_servers.rollouts.test_conversation import chat_answer
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
 TASKS = EXAMPLES / "harbor"
 SHELL = [sys.executable, str(EXAMPLES / "shell.py")]
-IMAGE = os.environ.get("SLIPSTREAM_HARBOR_IMAGE", "")
 
-needs_docker = pytest.mark.skipif(not IMAGE or bool(docker_problem()), reason="SLIPSTREAM_HARBOR_IMAGE, and a daemon")
+needs_docker = pytest.mark.skipif("SLIPSTREAM_HARBOR_CHECK" not in os.environ, reason="make harbor-check runs it")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,6 +122,8 @@ def test_task_is_read_as_harbor_has_it(copy: Any, monkeypatch: pytest.MonkeyPatc
     cpus = 2
     allow_internet = false
     docker_image = "registry/image:tag"
+    gpus = 0
+    mcp_servers = []
     workdir = "/work"
     """
     instruction = "<!-- benchmark canary 1234 -->\n# another canary\n\nDo it.\n"
@@ -255,24 +257,12 @@ async def test_failed_tests_are_no_reward(copy: Any, runtime: str, test: str, sh
         await scored(folder, runtime=runtime)
 
 
-LOOPBACK = 'import socket; a = socket.create_server(("127.0.0.1", 0)); socket.create_connection(a.getsockname())'
-
-
-async def test_limits_and_confinement_of_the_sandbox(copy: Any) -> None:
-    checks = {
-        "cores": '[ "$(nproc)" = 1 ]',
-        "memory": "! python3 -c 'bytes(2 << 30)'",
-        "file": "! head -c 300M /dev/zero > /tmp/large",
-        "network": "! python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 5)'",
-        "loopback": f"python3 -c '{LOOPBACK}'",
-        "system": "! touch /usr/x && ! touch /etc/x",
-        "hidden": f"! ls {EXAMPLES}",
-        "key": '[ -z "$OPENAI_API_KEY" ]',
-    }
-    lines = [f"if {check} 2>&1; then {name}=1; else {name}=0; fi" for name, check in checks.items()]
-    shown = ", ".join(f'\\"{name}\\": ${name}' for name in checks)
-    script = "\n".join(["#!/bin/bash", *lines, f'echo "{{{shown}}}" > /logs/verifier/reward.json'])
-    assert await scored(copy(**{"tests/test.sh": script})) == dict.fromkeys(checks, 1.0)
+async def test_limits_are_those_of_the_task(copy: Any) -> None:
+    test = """#!/bin/bash
+    [ "$(nproc)" = 1 ] && ! python3 -c 'bytes(2 << 30)' && ! head -c 300M /dev/zero > /tmp/large || exit 1
+    echo 1 > /logs/verifier/reward.txt
+    """
+    assert await scored(copy(**{"tests/test.sh": test})) == {"reward": 1.0}
 
 
 async def test_agent_can_prepare_no_reward(copy: Any) -> None:
@@ -285,6 +275,15 @@ async def test_agent_can_prepare_no_reward(copy: Any) -> None:
         assert printed.decode().endswith("none\n")
         with pytest.raises(EnvFailed, match="neither"):
             await place.rewards()
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own, killed = (tmp_path / f"slipstream-harbor-{process}-x" for process in (os.getpid(), 2**22 + 1))
+    own.mkdir()
+    killed.mkdir()
+    remove_abandoned()
+    assert [*tmp_path.iterdir()] == [own]
 
 
 def test_reward_is_read_from_files(tmp_path: Path) -> None:
@@ -331,13 +330,16 @@ def calling(command: str) -> str:
 @pytest.mark.parametrize(
     ("command", "reward", "lines"),
     [
-        ("echo 'north 321' > totals.txt; echo 'south 11' >> totals.txt", 1.0, 2.0),
         ("echo 'north 321' > totals.txt; sleep 600 &", 0.5, 1.0),
-        ("exit 7", 0.0, 0.0),
+        pytest.param("echo -e 'north 321\\nsouth 11' > totals.txt", 1.0, 2.0, marks=needs_docker),
+        pytest.param("exit 7", 0.0, 0.0, marks=needs_docker),
     ],
 )
-async def test_agent_is_rewarded_by_the_tests(model: Path, command: str, reward: float, lines: float) -> None:
-    env = harbor(TASKS / "totals", eval_path=str(TASKS / "hello"), command=SHELL)
+@pytest.mark.parametrize("runtime", ["sandbox", pytest.param("docker", marks=needs_docker)])
+async def test_agent_is_rewarded_by_the_tests(
+    model: Path, runtime: str, command: str, reward: float, lines: float
+) -> None:
+    env = harbor(TASKS / "totals", eval_path=str(TASKS / "hello"), command=SHELL, runtime=runtime)
     tokenizer = Tokenizer(model)
     recorder = Recorder(None, [chat_answer(tokenizer, calling(command)), chat_answer(tokenizer, "Done.<|im_end|>")])
     async with served(model, recorder, env) as player:
@@ -374,10 +376,10 @@ WRITES = "import subprocess; subprocess.run([os.environ['SLIPSTREAM_SHELL'], 'sh
         (f"{CALLS_ONCE}{WRITES}; raise SystemExit(3)", None, "agent_error"),
     ],
 )
-async def test_ends_of_agents(model: Path, copy: Any, agent: str, turns: int | None, outcome: float | str) -> None:
-    toml = (TASKS / "hello" / "task.toml").read_text().replace("timeout_sec = 120.0", "timeout_sec = 10.0")
-    folder = copy(**{"task.toml": toml})
-    env = harbor(folder, eval_path=str(TASKS / "words"), command=[sys.executable, "-c", agent])
+async def test_ends_of_agents(model: Path, agent: str, turns: int | None, outcome: float | str) -> None:
+    env = harbor(
+        TASKS / "hello", eval_path=str(TASKS / "words"), command=[sys.executable, "-c", agent], agent_timeout_s=8
+    )
     recorder = Recorder(None, [chat_answer(Tokenizer(model), "Yes.<|im_end|>")])
     async with served(model, recorder, env, episode={"tokens": 1000, "turns": turns}) as player:
         if isinstance(outcome, str):
@@ -398,11 +400,18 @@ async def test_failed_tests_cost_the_episode(model: Path, copy: Any) -> None:
     assert failed.value.reason == "env_error"
 
 
+def test_example_names_its_tasks_and_its_agent() -> None:
+    config = load_config(EXAMPLES / "harbor.yaml")
+    root = EXAMPLES.parents[1]
+    assert root / config.env.options["path"] == TASKS
+    assert (root / config.env.options["command"][-1]).is_file()
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"runtime": "podman"}, {"concurrency": 0}, {"command": "true"}, {"command": ["no-such-program"]},
-        {"path": "/no/such/folder"}, {"command": []},
+        {"path": "/no/such/folder"}, {"command": []}, {"agent_timeout_s": 0},
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(options: dict[str, Any]) -> None:

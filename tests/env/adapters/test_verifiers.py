@@ -73,10 +73,12 @@ async def test_single_turn_is_scored_by_its_rubric(model: Path, build: Any, answ
     task = env.task("train", 2)
     assert [message["content"] for message in task.prompt] == ["Add.", f"{int(task.reference) - 1} + 1"]
     assert env.fingerprint() != build("sums", rows=39).fingerprint()
-    async with served(model, answering(task.reference, "none"), env) as player:
-        trajectories = await player.play("train", 2, samples=1) + await player.play("train", 2, samples=1)
-    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
-    assert [trajectory.scores["env/length"] for trajectory in trajectories] == [len(task.reference), 4]
+    trajectories = []
+    async with served(model, answering(task.reference, "none", ""), env) as player:
+        for _ in range(3):
+            trajectories += await player.play("train", 2, samples=1)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0, 0.0]
+    assert [trajectory.scores["env/length"] for trajectory in trajectories] == [len(task.reference), 4, 0]
 
 
 @needs_verifiers
