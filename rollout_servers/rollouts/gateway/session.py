@@ -343,8 +343,6 @@ class Session:
 
     def _cut(self, completion: Completion, stop: Sequence[str]) -> tuple[Completion, str | None]:
         """The answer up to the token that completes one of the texts `stop`: as if sampling had ended there."""
-        if not stop:
-            return completion, None
         tokenizer = self._format.tokenizer
         (text,) = tokenizer.decode([completion.token_ids])
         if not any(each in text for each in stop):
