@@ -25,6 +25,7 @@ import uvloop
 from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.turns_agent import OBSERVATION, TOOL_S, TURNS
 from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Action, AgentEndpoint, Split, Task, Turn
 from slipstream.models.tiny import TEXT, build_model
 from slipstream.models.tokenizer import Tokenizer
@@ -396,7 +397,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, figures: Figures) -> dict[str, Any]:
-    """Measures and shows all figures."""
+    """Measures and shows all figures. Raises: ConfigError for too few answers."""
+    if options.calls <= 2 * options.episodes:
+        raise ConfigError(f"--calls {options.calls} must be more than twice --episodes {options.episodes}")
     with TemporaryDirectory(prefix="slipstream-bench-") as folder:
         model = Path(folder) / "model"
         build_model(model, TEXT, seed=0)

@@ -190,15 +190,15 @@ class RLReporter(Reporter):
         # The baseline is the newest entry that is older than the window.
         while len(self._servers) > 1 and now - self._servers[1][0] > WINDOW_S:
             self._servers.popleft()
-        (_, busy, up, tokens, prompts, cached), now_ = self._servers[0], self._servers[-1]
-        (_, busy_now, up_now, tokens_now, prompts_now, cached_now) = now_
-        if prompts_now > prompts:
-            metrics["prefix_hits"] = max(0.0, (cached_now - cached) / (prompts_now - prompts))
-        if up_now <= up:  # servers report about once a second, and one may have left
+        totals = zip(self._servers[0], self._servers[-1], strict=True)
+        _, busy_s, up_s, tokens, prompt_tokens, cached_tokens = (last - first for first, last in totals)
+        if up_s <= 0:  # servers report about once a second, and one may have left
             return metrics
+        if prompt_tokens > 0:
+            metrics["prefix_hits"] = max(0.0, cached_tokens / prompt_tokens)
         return metrics | {
-            "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
-            "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
+            "generator_idle_fraction": min(1.0, max(0.0, 1 - busy_s / up_s)),
+            "tokens_generated_per_s": tokens / up_s * len(servers),
         }
 
 

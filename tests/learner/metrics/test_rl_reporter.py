@@ -138,7 +138,7 @@ def test_use_of_gpus_is_in_steps_and_summary(tmp_path: Path) -> None:
         ServerStatus(server="r2"),
     ]
     for number, seconds in ((1, 2.0), (2, 6.0)):
-        servers[2] = ServerStatus(server="r2", prompt_tokens=100 * number, cached_tokens=40 * number)
+        servers[2] = ServerStatus(server="r2", up_s=number, prompt_tokens=100 * number, cached_tokens=40 * number)
         figures = step(number, flops=120.0) | reporter.rollout_metrics(
             structs.replace(STATE, servers=servers), step=number
         )
