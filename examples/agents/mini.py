@@ -7,7 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # fetches nothing
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",  # by default its last calls are repeated for minutes behind a run's end
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # fetches nothing
+}
 
 import litellm
 from minisweagent.agents.default import DefaultAgent
