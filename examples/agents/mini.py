@@ -9,7 +9,7 @@ from typing import Any
 
 os.environ |= {
     "MSWEA_SILENT_STARTUP": "1",
-    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",  # by default its last calls are repeated for minutes behind a run's end
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",  # by default a run's end is noticed after minutes
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # fetches nothing
 }
 
