@@ -17,7 +17,7 @@ from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.inspection import Inspected, Inspector
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, ReplySender, peer_name, prober
-from slipstream.buffer.handlers.rollout import Ingest, RolloutHandler
+from slipstream.buffer.handlers.rollout import EventKeeper, Ingest, RolloutHandler
 from slipstream.buffer.readings import Timer, readings
 from slipstream.buffer.store.account import origin_of
 from slipstream.buffer.store.kept import Keeper
@@ -137,6 +137,7 @@ class BufferService:
         self.fleet = Fleet(config, ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
+        self._events = EventKeeper(ledger, self._memory, self._send)
         self._rollout = RolloutHandler(agreement.server_settings(config), ledger, self.fleet, self._ingest, self._send)
         self._learner = LearnerHandler(
             agreement.learner_settings(config),
@@ -150,7 +151,7 @@ class BufferService:
         )
         self._requests: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._may_spill = asyncio.Event()
+        self._may_spill, self._may_keep = asyncio.Event(), asyncio.Event()
         # No server counts as silent before this time: servers notice a restart of the service only after a while.
         self._silence_counts_from = 0.0
         self._swept_at = float("-inf")
@@ -182,6 +183,7 @@ class BufferService:
                 self._dispatch_messages(),
                 self._answer_learners(),
                 self._run_on(self._delivered, self._store),
+                self._run_on(self._may_keep, self._events.keep),
                 self._grant_leases(),
                 self._run_on(self._may_issue, self._grant_tickets),
                 self._spill_regularly(),
@@ -360,34 +362,39 @@ class BufferService:
                 self.malformed.add("peer of another release refused", peer=peer.hex(), reason=str(message))
                 # In the peer's own version, otherwise it would drop the refusal as a frame of another release.
                 await self._send(peer, m.Refused(v=message.version, reason=str(message), request=message.request))
-                return
             case FrameError():
                 self.malformed.add("frame dropped", peer=peer.hex(), reason=str(message))
-                return
-            case m.ServerGoodbye():
-                await self._rollout.goodbye(peer, message)
-            case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
+            case m.Credits() | m.Deliver() | m.GroupFailed() | m.KeepEvent() if server is None:
                 await self._send(peer, m.UnknownPeer())
-                return
             case m.Deliver() if server is not None:
                 hello = server.hello
                 await self._ingest.take(
                     peer, received.groups, vocab_size=hello.vocab_size, train_tasks=hello.train_tasks
                 )
                 self._delivered.set()
-                return
+            case m.KeepEvent():
+                self._events.take(peer, message)
+                self._may_keep.set()
+            case _ if isinstance(message, m.FromLearner) and not isinstance(message, m.LeaseRequest):
+                await self._requests.put(received)
+            case _:
+                await self._change(peer, message)
+                self._wake(leases=not isinstance(message, m.Credits))
+
+    async def _change(self, peer: bytes, message: m.Message) -> None:
+        """Handles a message after which leases and tickets may be granted."""
+        match message:
+            case m.ServerGoodbye():
+                await self._rollout.goodbye(peer, message)
             case m.ServerHello():
                 await self._memory.attempt(self._rollout.hello(peer, message))
-            case m.Credits() if server is not None:
+            case m.Credits():
+                server = self.fleet.servers[peer]
                 server.report(message, now=server.last_message_at)
             case m.GroupFailed():
                 await self._rollout.failed(peer, message)
             case m.LeaseRequest():
                 self._lease_queue.add(peer, message)
-            case _:
-                await self._requests.put(received)
-                return
-        self._wake(leases=not isinstance(message, m.Credits))
 
     def _gone(self, peer: bytes) -> None:
         self.fleet.servers.pop(peer, None)

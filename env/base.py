@@ -135,6 +135,10 @@ class Session(Protocol):
 
     All sessions run in one event loop beside the server's: a method that blocks delays other sessions, but nothing
     else. A method may raise: that costs the episode (`env_error`). All calls of an episode share its group's deadline.
+
+    It may have an attribute `resumable` that is true: the same actions in a new session of the same task lead to the
+    same observations, and may be repeated without harm. If a rollout server is lost, another one repeats the episode's
+    finished turns in a new session and goes on; otherwise its episodes begin again.
     """
 
     async def reset(self) -> Observation | str | Sequence[Message]:
@@ -234,6 +238,11 @@ def gives_rewards(env: Env) -> bool:
 def has_sessions(env: Env) -> TypeGuard[SessionEnv]:
     """True if the env has a method `session`."""
     return callable(getattr(env, "session", None))
+
+
+def is_resumable(session: Session) -> bool:
+    """True if the finished turns of an episode may be repeated in a new session."""
+    return bool(getattr(session, "resumable", False))
 
 
 def offers_tools(env: Env) -> bool:

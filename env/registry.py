@@ -174,7 +174,7 @@ def _toolbox(config: ToolConfig) -> Toolbox:
         return toolbox
     if not callable(found):
         raise ConfigError(f"env.tools: {config.name!r} is a {type(found).__name__}; name a function, a Tool or a class")
-    return SharedTools([Tool.from_function(found)])
+    return SharedTools([Tool.from_function(found)], resumable=bool(getattr(found, "resumable", False)))
 
 
 def _made(kind: str, name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:

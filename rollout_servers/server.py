@@ -32,7 +32,7 @@ from slipstream.rollout_servers.concurrency import ConcurrencyLimiter
 from slipstream.rollout_servers.engines.base import Pressure
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
+from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.gateway.app import serving
 from slipstream.rollout_servers.rollouts.player import Player, play_group
 from slipstream.rollout_servers.tally import EXAMINED, Tally
@@ -302,7 +302,7 @@ class RolloutServer:
     def _accept(self, ticket: m.Ticket, grant: str) -> None:
         if self.is_leaving:  # it is issued again once the server has left
             return
-        tally = self._tickets.accept(ticket.id, grant)
+        tally = self._tickets.accept(ticket.id, grant, taken_over=sum(event.tokens for event in ticket.events))
         if tally is None:
             log.info("repeated ticket ignored", ticket=ticket.id)
             return
@@ -317,12 +317,19 @@ class RolloutServer:
                 "group", of=("group", ticket.id), root=True, kind=ticket.kind, server=self._name, version=ticket.version
             )
             with self._activity.group(), traced_by as traced:
-                group = await play_group(self._player, ticket, tally, on_generated=lambda: self._hold.answered(ticket))
+                group = await play_group(
+                    self._player,
+                    ticket,
+                    tally,
+                    on_generated=lambda: self._hold.answered(ticket),
+                    keep=self._outbox.keep,
+                )
                 traced.note(tokens=tally.sampled)
         except EpisodeFailed as error:
             if self._first.record_failure(error.reason):
                 await self._require_playable(error, tally)
-            await self._backoff.wait(error.reason)
+            if error.reason != SILENT:  # nobody came, which is no fault of this server
+                await self._backoff.wait(error.reason)
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
@@ -335,6 +342,7 @@ class RolloutServer:
                 lengths=list(error.lengths),
                 sampled={tally.env or "": {ticket.id: tally.sampled}},
                 unused=dict(tally.unused),
+                reissue=error.reason == SILENT,
             )
             self._outbox.fail(failed)
         else:

@@ -11,6 +11,9 @@ UNFINISHED = "unfinished"
 BASELINE = "baseline"
 """Reason of the greedy answer's tokens, which are never trained on."""
 
+NOT_RESUMED = "not_resumed"
+"""Reason of the tokens of an earlier server's steps from which an episode could not go on."""
+
 EXAMINED = "examined"
 """Reason of the tokens of tasks that are tried where the first groups fail."""
 
@@ -23,12 +26,16 @@ class Tally:
         unused: tokens that are in no answer, by reason.
     """
 
-    def __init__(self, whole: "Tally | None" = None) -> None:
-        """`whole`: of which it is a part."""
+    def __init__(self, whole: "Tally | None" = None, *, taken_over: int = 0) -> None:
+        """Begins with the tokens of an earlier server, `taken_over`, which parts take later.
+
+        Args:
+            whole: of which it is a part.
+        """
         self.env: str | None = None
         self._whole = whole
         self.unused: Counter[str] = Counter()
-        self._ended = 0
+        self._ended = self._untaken = taken_over
         self._parts: set[Tally] = set()
         self._count: Callable[[], int] | None = None
         self._in_flight = 0
@@ -51,6 +58,20 @@ class Tally:
             self._parts.remove(part)
             self._ended += part.sampled
             self.unused.update(part.unused)
+
+    def take(self, tokens: int) -> None:
+        """Makes tokens of an earlier server those of this part."""
+        ticket = self
+        while ticket._whole is not None:
+            ticket = ticket._whole
+        ticket._ended -= tokens
+        ticket._untaken -= tokens
+        self._ended += tokens
+
+    def lose_untaken(self) -> None:
+        """Counts the tokens of an earlier server that no part has taken as not used."""
+        self.discard(NOT_RESUMED, self._untaken)
+        self._untaken = 0
 
     def name(self, env: str) -> None:
         """Sets the label of the ticket's env, unless it is set."""

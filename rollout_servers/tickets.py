@@ -45,11 +45,15 @@ class TicketBook:
                 sampled.setdefault(tally.env, {})[ticket_id] = tokens
         return sampled
 
-    def accept(self, ticket_id: str, grant: str) -> Tally | None:
-        """Holds a ticket; returns the tally for its tokens, None if the ticket is known."""
+    def accept(self, ticket_id: str, grant: str, *, taken_over: int = 0) -> Tally | None:
+        """Holds a ticket; returns the tally for its tokens, None if the ticket is known.
+
+        Args:
+            taken_over: tokens that an earlier server has sampled for it.
+        """
         if ticket_id in self._held or (ticket_id, grant) in self._settled:
             return None
-        tally = Tally()
+        tally = Tally(taken_over=taken_over)
         self._held[ticket_id] = grant, tally
         return tally
 
@@ -153,13 +157,15 @@ Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
 @dataclass
 class Unacknowledged:
-    """An encoded group or failure that the buffer has not acknowledged."""
+    """An encoded group, failure or event that the buffer has not acknowledged."""
 
     frame: bytes
     is_group: bool
     sampled: m.Sampled = field(default_factory=dict)
     """Of its ticket."""
     sent_at: float = math.inf
+    kept: asyncio.Future[str] | None = None
+    """Of an event: gets the outcome."""
 
 
 class Outbox:
@@ -206,8 +212,14 @@ class Outbox:
         """Queues the failure of a ticket."""
         self._put(failure.id, Unacknowledged(encode(failure), is_group=False))
 
+    def keep(self, event: m.KeepEvent) -> asyncio.Future[str]:
+        """Queues an event; the result is its outcome, once it is acknowledged."""
+        kept: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._put(event.name, Unacknowledged(encode(event), is_group=False, kept=kept))
+        return kept
+
     def acknowledge(self, outcomes: dict[str, str]) -> list[str]:
-        """Drops acknowledged messages and returns their ids; those with the outcome `again` are sent again."""
+        """Drops acknowledged messages and returns the ids of groups; those with the outcome `again` are sent again."""
         before_bytes, was_alone = self._inflight_bytes, len(self._inflight) == 1
         dropped, void, first_sent_at = list[str](), list[str](), math.inf
         for group_id, outcome in outcomes.items():
@@ -215,6 +227,10 @@ class Outbox:
             if item is None:
                 continue
             first_sent_at = min(first_sent_at, item.sent_at)
+            if item.kept is not None:
+                if not item.kept.done():
+                    item.kept.set_result(outcome)
+                continue
             if outcome == m.AGAIN:
                 self._waiting[group_id] = item
                 continue

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.policies.admission import Candidate, Throughput, share_room, ticket_limit, uses_per_group
 from slipstream.buffer.policies.curriculum import Place, skipped, upcoming
@@ -257,8 +259,15 @@ class Fleet:
             self._grants += 1
             asker.server.grant = self._grants
             numbers[asker.peer] = len(tasks)
-            if tasks:
-                await self._send(asker.peer, m.Tickets(tickets=self._tickets(tasks, asker.version, train_tasks)))
+            fresh = [task for task in tasks if not task.events]
+            if fresh:
+                await self._send(asker.peer, m.Tickets(tickets=self._tickets(fresh, asker.version, train_tasks)))
+            for task in tasks:  # each of the others may have megabytes of events
+                if task.events:
+                    (ticket,) = self._tickets([task], asker.version, train_tasks)
+                    resumed = msgspec.structs.replace(ticket, events=await self._ledger.events(task.id))
+                    await self._send(asker.peer, m.Tickets(tickets=[resumed]))
+                    log.info("episodes resumed", ticket=task.id, server=asker.name, events=task.events)
         return numbers
 
     async def _skipped(self, room: Room, tickets: int, train_tasks: int) -> Sequence[Place]:

@@ -175,6 +175,34 @@ class Ingest:
         )
 
 
+class EventKeeper:
+    """Keeps events of episodes, all that have arrived at once, then acknowledges them.
+
+    One that is lost here by a failure was not acknowledged: its sender sends it again.
+    """
+
+    def __init__(self, ledger: Ledger, memory: MemoryGuard, send: Send) -> None:
+        self._ledger = ledger
+        self._memory = memory
+        self._send = send
+        self._waiting: list[tuple[bytes, m.KeepEvent]] = []
+
+    def take(self, peer: bytes, message: m.KeepEvent) -> None:
+        """Queues an event for `keep`."""
+        self._waiting.append((peer, message))
+
+    async def keep(self) -> None:
+        """Keeps and acknowledges all queued events, unless Redis is full."""
+        waiting, self._waiting = self._waiting, []
+        named = [(peer_name(peer), message) for peer, message in waiting]
+        outcomes = await self._memory.attempt(self._ledger.keep_events(named))
+        by_peer: dict[bytes, dict[str, str]] = {}
+        for (peer, message), outcome in zip(waiting, outcomes or (), strict=False):
+            by_peer.setdefault(peer, {})[message.name] = outcome
+        for peer, kept in by_peer.items():
+            await self._send(peer, m.Acknowledge(outcomes=kept))
+
+
 def _within(group: Inspected, vocab_size: int) -> Inspected:
     """The inspected group, refused if it has a token id outside the model's vocabulary."""
     if group.largest_token < vocab_size:
@@ -261,6 +289,8 @@ class RolloutHandler:
                 message.id, reason=message.reason, origin=origin, lost=message.unused
             )
             self._fleet.offer_evaluation()
+        elif message.reissue:
+            outcome = await self._ledger.give_back(message.id, origin=origin, lost=message.unused)
         else:
             lengths = histogram(message.lengths)
             dropped = {message.reason: lengths} if lengths else {}

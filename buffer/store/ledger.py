@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.admission import bounds
@@ -33,7 +34,7 @@ from slipstream.buffer.store.types import (
     check_steps,
     of_kind,
 )
-from slipstream.buffer.wire.messages import LedgerCounts, Sampled
+from slipstream.buffer.wire.messages import EpisodeEvent, KeepEvent, LedgerCounts, Sampled
 from slipstream.configs import RunConfig
 
 FORGET_AT_ONCE = 100
@@ -44,6 +45,8 @@ STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
 """Storing blocks Redis; a single group may be larger."""
 EXPORTED_AT_ONCE = 1000
+MOST_EVENT_BYTES = 32 << 20
+"""Of the events that are kept for a ticket; a server takes messages of twice as much."""
 LATEST_REPORTS = 4
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
 """Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""
@@ -123,9 +126,40 @@ class Ledger:
         limits = {"deadline_s": self.config.buffer.ticket_deadline_s, **self._admission}
         flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **limits)
         granted: list[list[IssuedTask]] = [[] for _ in requests]
-        for i in range(0, len(flat), 4):
-            granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
+        for index, group_id, *place in zip(*(flat[first::5] for first in range(5)), strict=True):
+            granted[index - 1].append(IssuedTask(group_id.decode(), *place))
         return granted
+
+    async def keep_events(self, events: Sequence[tuple[str, KeepEvent]]) -> list[str]:
+        """Keeps events of episodes in flight, each with the name of its server; the outcomes in the same order."""
+        outcomes: list[str] = []
+        for some in portions(
+            events, lambda each: len(each[1].event.content), most=STORED_AT_ONCE, most_bytes=STORED_AT_ONCE_BYTES
+        ):
+            described = [
+                {
+                    "id": kept.id,
+                    "server": server,
+                    "env": kept.env,
+                    "place": f"{kept.event.episode}:{kept.event.place}",
+                    "tokens": kept.event.tokens,
+                }
+                for server, kept in some
+            ]
+            contents = [msgspec.msgpack.encode(kept.event) for _, kept in some]
+            answer = await self.scripts.call("keep_events", *contents, events=described, most_bytes=MOST_EVENT_BYTES)
+            outcomes += [outcome.decode() for outcome in answer]
+        return outcomes
+
+    async def events(self, group_id: str) -> list[EpisodeEvent]:
+        """The events that are kept for a ticket, in the order of episodes and places."""
+        raw: list[Any] = await self._redis.hvals(f"{self._prefix}:events:{group_id}")
+        events = [msgspec.msgpack.decode(content, type=EpisodeEvent) for content in raw]
+        return sorted(events, key=lambda event: (event.episode, event.place))
+
+    async def give_back(self, group_id: str, *, origin: Origin, lost: Mapping[str, int]) -> str:
+        """issued → reissued, of a ticket that came to nothing; returns the outcome."""
+        return str((await self.scripts.call("give_back", id=group_id, origin=origin, lost=lost)).decode())
 
     async def places(self, ids: Sequence[str]) -> dict[str, Place]:
         """Epoch and position of the tickets in flight among these."""

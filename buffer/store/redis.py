@@ -311,7 +311,7 @@ def _require_pem(config: RedisConfig) -> None:
         raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None
 
 
-NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
+NEEDS_MEMORY = ("issue", "evaluate", "evaluated", "keep_events")
 """Scripts that a full Redis refuses; all others either free memory or must run even then."""
 READ_ONLY = ("verify", "account", "steps", "snapshot", "room", "places")
 """Scripts without writes; Redis enforces it."""

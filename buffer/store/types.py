@@ -24,6 +24,8 @@ class IssuedTask:
     id: str
     epoch: int
     position: int
+    events: int = 0
+    """Events that are kept of its episodes."""
 
 
 @dataclass(frozen=True)

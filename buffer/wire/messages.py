@@ -71,6 +71,9 @@ MOST_SPANS: Final = 1 << 16
 MOST_IMAGES: Final = 1 << 14
 MOST_TASKS: Final = 1024
 MOST_GPUS: Final = 1024
+MOST_EVENT_BYTES: Final = 2 << 20
+MOST_EVENTS: Final = 1 << 16
+"""Of an episode."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -84,6 +87,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --- records and groups---------------------------------------------------------------------------------------------
+
+
+class EpisodeEvent(Record, frozen=True):
+    """A finished step of an episode, from which another server can go on if this one ends."""
+
+    episode: Annotated[int, msgspec.Meta(ge=0, lt=MOST_TRAJECTORIES)]
+    """Index within its group."""
+    place: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EVENTS)]
+    """Index within its episode."""
+    tokens: Count
+    """Sampled in it."""
+    content: Annotated[bytes, msgspec.Meta(max_length=MOST_EVENT_BYTES)]
+    """Read by rollout servers only."""
+    v: int = SCHEMA_VERSION
+    """Of the content: it stays in Redis when a run goes on with another release."""
 
 
 class Ticket(Record, frozen=True):
@@ -101,6 +119,8 @@ class Ticket(Record, frozen=True):
     """The server's policy version at issue."""
     greedy: bool = False
     """For `train`: also generate one greedy answer, whose reward is the group's baseline."""
+    events: list[EpisodeEvent] = []
+    """Kept of the ticket before, whose server was lost, in the order of episodes and places."""
 
 
 class VersionSpan(Record, frozen=True):
@@ -432,14 +452,32 @@ class GroupFailed(Message, frozen=True):
     """Of this ticket, all of its tokens."""
     unused: LostTokens = {}
     """All of them, by reason."""
+    reissue: bool = False
+    """The ticket came to nothing before anything was done for it: the task is issued again."""
+
+
+class KeepEvent(Message, frozen=True):
+    """Keeps an event of an episode in flight until the ticket's group is settled; acknowledged by its `name`."""
+
+    id: GroupId
+    """Of the ticket."""
+    env: Name
+    """Label of its env."""
+    event: EpisodeEvent
+
+    @property
+    def name(self) -> str:
+        """The event in an `Acknowledge`: `<ticket>/<episode>/<place>`."""
+        return f"{self.id}/{self.event.episode}/{self.event.place}"
 
 
 class Acknowledge(Message, frozen=True):
-    """Outcomes of groups; the sender may delete all except those with `again`."""
+    """Outcomes of groups and events; the sender may delete all except those with `again`."""
 
     outcomes: dict[str, str]
-    """Id → `ready`, `filtered`, `evaluated`, `duplicate`, `void` (the ticket had expired), `finished` (the run is
-    over), or `again`: it arrived damaged or was lost, and must be sent again."""
+    """Id → `ready`, `filtered`, `reissued`, `evaluated`, `duplicate`, `void` (the ticket had expired), `finished` (the
+    run is over), or `again`: it arrived damaged or was lost, and must be sent again. Of an event `kept`, `void`, or
+    `full`: the ticket's events have too many bytes."""
 
 
 # --- learner and buffer: a run has one learner, that of the latest hello; others are refused -------------------
@@ -556,7 +594,7 @@ class State(Message, frozen=True):
     or `buffer.curriculum`."""
 
 
-FromServer = ServerHello | ServerGoodbye | Credits | Deliver | GroupFailed
+FromServer = ServerHello | ServerGoodbye | Credits | Deliver | GroupFailed | KeepEvent
 FromLearner = LearnerHello | LeaseRequest | Trained | Published | Throttle | Checkpointed | Finish | StateRequest
 ToService = FromServer | FromLearner
 ToServer = Welcome | Refused | UnknownPeer | Tickets | EvalDrained | Acknowledge

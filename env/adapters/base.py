@@ -145,7 +145,9 @@ class Game(Protocol):
 class ThreadedSession:
     """A session that plays a `Game` in the threads of its event loop's executor, whose number is bounded."""
 
-    def __init__(self, game: Game) -> None:
+    def __init__(self, game: Game, *, resumable: bool = False) -> None:
+        """`resumable`: see `Session`."""
+        self.resumable = resumable
         self._game = game
         # After a cancelled call its thread goes on: `close` must wait for it.
         self._lock = Lock()

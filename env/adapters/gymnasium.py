@@ -96,7 +96,7 @@ class Gymnasium(GeneratedGames):
 
     def session(self, task: Task) -> ThreadedSession:
         """The episode that begins with the task's seed."""
-        return ThreadedSession(_Episode(self._rules, task.info["seed"]))
+        return ThreadedSession(_Episode(self._rules, task.info["seed"]), resumable=True)
 
 
 def _probe(env_id: str, make: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -91,7 +91,7 @@ class Textarena(GeneratedGames):
         seed = task.info["seed"]
         player = 0 if self._players == 1 else seed % 2 if self._player is None else self._player
         match = _Match(_maker(self._game, self._make), self._players, player, seed, self._opponent, chat=self._chat)
-        return ThreadedSession(match)
+        return ThreadedSession(match, resumable=True)
 
 
 def _maker(game: str, make: Mapping[str, Any]) -> Callable[[], Any]:

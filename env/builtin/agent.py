@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import os
+import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.processes import guarded_command
 from slipstream.env.base import AgentEndpoint, Env, Split, Task
 
 RunAgent = Callable[[Task, AgentEndpoint], Awaitable[float | None] | float | None]
@@ -20,6 +22,8 @@ RunAgent = Callable[[Task, AgentEndpoint], Awaitable[float | None] | float | Non
 KEPT_OUTPUT_BYTES: Final = 4096
 """End of what a command printed that is kept for its error."""
 SHOWN_CHARACTERS: Final = 500
+MARKER: Final = "SLIPSTREAM_AGENT"
+"""Variable by which the processes of an agent are found when the server ends."""
 OUTPUT_S: Final = 1.0
 """Time for the end of the output to arrive; a child that has left the program's process group may hold it open."""
 
@@ -90,7 +94,8 @@ class Command:
                     lambda: output, os.fdopen(reading, "rb")
                 )
                 process = await asyncio.create_subprocess_exec(
-                    *self._command,
+                    # A server that is killed can't end it.
+                    *guarded_command(self._command, f"{MARKER}={secrets.token_hex(8)}"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=writing,
                     stderr=writing,

@@ -92,6 +92,8 @@ class Lookup:
 class LookupSession:
     """One episode: a call, then an answer; or an answer at once."""
 
+    resumable = True
+
     def __init__(self, env: Lookup, task: Task) -> None:
         async def look_up(arguments: Mapping[str, Any]) -> str:
             return env.value(task.info["table"], arguments["key"])

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final
+from typing import ClassVar, Final
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
@@ -102,6 +102,7 @@ class _OneTurn:
     """The session of a task whose env has none."""
 
     of: Task
+    resumable: ClassVar[bool] = True
 
     async def reset(self) -> str | Sequence[Message]:
         """The task's prompt."""

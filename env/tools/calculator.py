@@ -60,6 +60,9 @@ async def calculator(expression: str) -> str:
     return str(value) if isinstance(value, int) else format(value, ".15g")  # .15g: 0.1 + 0.2 is 0.3
 
 
+calculator.resumable = True  # type: ignore[attr-defined]  # a function; see `Toolbox`
+
+
 def _value(node: ast.expr) -> Number:
     """The value of a part of an expression. Raises: ValueError, ArithmeticError, TypeError."""
     match node:

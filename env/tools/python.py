@@ -35,6 +35,7 @@ class Python:
         self._limits = SandboxLimits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=memory_bytes)
         self._python = python
         self._allow_unconfined = allow_unconfined
+        self.resumable = not allow_unconfined
         find_interpreter(python, allow_unconfined=allow_unconfined)
         self.fingerprint = ""
         self.tools = (Tool.from_function(self._run, name="python"),)

@@ -115,6 +115,9 @@ class Toolbox(Protocol):
     Attributes:
         tools: their names and schemas, which must not change during a run.
         fingerprint: of the data that results depend on, such as a corpus; all servers of a run must have the same.
+
+    It may have an attribute `resumable` that is true: calls may be repeated in a new episode, with the same results
+    (`Session`).
     """
 
     @property
@@ -134,6 +137,7 @@ class SharedTools:
 
     tools: Sequence[Tool]
     fingerprint: str = ""
+    resumable: bool = False
 
     async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
         """The same tools for every episode."""

@@ -37,6 +37,8 @@ class Search:
     Raises: ConfigError for a corpus that can't be read, or without the package bm25s.
     """
 
+    resumable = True
+
     def __init__(
         self,
         path: str,

@@ -89,6 +89,7 @@ class ToolSession:
     """Runs the calls of each action in parallel; their results are the observation."""
 
     def __init__(self, opening: Observation, toolboxes: Sequence[LimitedToolbox]) -> None:
+        self.resumable = all(getattr(each.toolbox, "resumable", False) for each in toolboxes)
         self._opening = opening
         self._toolboxes = toolboxes
         self._held = AsyncExitStack()

@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -20,10 +20,14 @@ from slipstream.rewards import base as rewards
 from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
 from slipstream.rollout_servers.placeholders import ImagePlaceholders
+from slipstream.rollout_servers.rollouts.record import TicketRecord
 from slipstream.rollout_servers.tally import UNFINISHED, Tally
 
 ENGINE_GRACE_S = 10.0
 """Time for an engine to cut unfinished answers short after their deadline."""
+
+SILENT: Final = "session_silent"
+"""Reason of a group whose sessions got no word from outside until their deadline: its task is issued again."""
 
 FailureReason = (
     Literal[
@@ -41,6 +45,7 @@ FailureReason = (
         "agent_timeout",
         "reward_missing",
         "session_void",
+        "session_silent",
     ]
     | rewards.FailureReason
 )
@@ -288,22 +293,22 @@ class Played:
 
 
 async def play_together(
-    samples: int, tally: Tally, play: Callable[[Tally, AnySpan], Awaitable[PlayedEpisode | None]]
+    samples: int, tally: Tally, play: Callable[[int, Tally, AnySpan], Awaitable[PlayedEpisode | None]]
 ) -> Played:
     """Plays episodes of a task at the same time. Raises: EngineError.
 
     Args:
-        play: plays one of them, counts its tokens in the tally and notes its attributes on the span; returns None where
-            time ran out. Raises: EpisodeFailed, EngineError.
+        play: plays one of them, by its number, counts its tokens in the tally and notes its attributes on the span;
+            returns None where time ran out. Raises: EpisodeFailed, EngineError.
     """
     finished, failures = list[PlayedEpisode](), list[EpisodeFailed]()
 
-    async def play_one() -> None:
+    async def play_one(number: int) -> None:
         episode, unused = None, UNFINISHED
         with tally.part() as tokens:
             try:
                 with span("episode") as traced:
-                    episode = await play(tokens, traced)
+                    episode = await play(number, tokens, traced)
             except EpisodeFailed as error:
                 failures.append(error)
                 unused = error.reason
@@ -313,19 +318,22 @@ async def play_together(
                 finished.append(episode)
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(samples):
-            tasks.create_task(play_one())
+        for number in range(samples):
+            tasks.create_task(play_one(number))
     return Played(finished, failures[0] if failures else None)
 
 
 class Rollout(Protocol):
     """A way to play an episode."""
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
+    async def play(
+        self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally, record: TicketRecord
+    ) -> Played:
         """Plays `samples` episodes of a task; those that are not finished at `until`, the loop's time, are cut short.
 
         Args:
             tally: counts their tokens, and discards those of episodes that are not returned.
+            record: of their steps, and of those from which they go on.
 
         Raises: EpisodeFailed when none can be played, EngineError when the engine is dead.
         """
@@ -415,7 +423,9 @@ class SingleTurn:
 
     policy: AnswerGenerator
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
+    async def play(
+        self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally, record: TicketRecord
+    ) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EpisodeFailed, EngineError."""
         prompt = self.policy.prompt(task.prompt, task.images)
         answers = await self.policy.generate(

@@ -4,15 +4,20 @@ Sessions are user code: they run in an event loop of their own, with deadlines, 
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.tracing import AnySpan, span
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
+from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn, is_resumable
 from slipstream.env.images import has_images, separate_images
 from slipstream.models.images import ImageError
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
@@ -27,7 +32,8 @@ from slipstream.rollout_servers.rollouts.base import (
 )
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
-from slipstream.rollout_servers.tally import Tally
+from slipstream.rollout_servers.rollouts.record import Answer, EpisodeRecord, TicketRecord
+from slipstream.rollout_servers.tally import NOT_RESUMED, Tally
 
 log = get_log("rollout.sessions")
 
@@ -65,7 +71,9 @@ class Sessions:
 
         try:
             opening = _checked_opening(await self._call(until, reset))
-            yield OpenSession(opening, lambda action: self._call(until, opened[0].step, action))
+            yield OpenSession(
+                opening, lambda action: self._call(until, opened[0].step, action), is_resumable(opened[0])
+            )
         finally:
             closing = asyncio.wrap_future(self._loop.submit(close))
             # Unlike a plain await this does not cancel the close when the episode is cancelled.
@@ -93,6 +101,7 @@ class OpenSession:
 
     opening: Observation
     call_step: Callable[[Action], Awaitable[Any]]
+    is_resumable: bool
 
     async def step(self, action: Action) -> Turn:
         """The turn after an action. Raises: EpisodeFailed (`env_error`) also for a result that can't be trained on."""
@@ -202,6 +211,47 @@ class _Budgets:
         return "length" if len(completion.token_ids) >= self.config.sampling.max_tokens else "tokens"
 
 
+class Diverged(SlipstreamError):
+    """A session gave other observations for the finished turns of an episode than before."""
+
+
+class _FinishedTurn(msgspec.Struct, frozen=True, array_like=True):
+    """An answer, with a digest of its context."""
+
+    context: bytes
+    answer: Answer
+
+
+class _Recorded:
+    """Finished turns of an episode.
+
+    Attributes:
+        left: those of an earlier server that are not repeated yet.
+    """
+
+    def __init__(self, record: EpisodeRecord) -> None:
+        self._record = record
+        self.left = [msgspec.msgpack.decode(event.content, type=_FinishedTurn) for event in record.kept]
+
+    def next(self, context: Sequence[int]) -> Completion | None:
+        """The answer of an earlier server to this context, if it has one. Raises: Diverged."""
+        if not self.left:
+            return None
+        turn = self.left.pop(0)
+        if turn.context != _digest(context):
+            raise Diverged("the session has other observations than before")
+        return turn.answer.completion()
+
+    def add(self, context: Sequence[int], completion: Completion) -> None:
+        """Has an answer kept. Nobody waits for that: until then, a lost server costs the turn."""
+        content = msgspec.msgpack.encode(_FinishedTurn(_digest(context), Answer.of(completion)))
+        self._record.add(content, tokens=len(completion.token_ids))
+
+
+def _digest(context: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(context, dtype=np.int64).tobytes(), digest_size=16).digest()
+
+
 class MultiTurn:
     """Plays each episode of a group in a session of its own."""
 
@@ -211,20 +261,46 @@ class MultiTurn:
         self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
         self._sessions = Sessions(env, group_deadline_s=policy.config.group_deadline_s)
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
+    async def play(
+        self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally, record: TicketRecord
+    ) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
 
-        async def play_one(tokens: Tally, traced: AnySpan) -> PlayedEpisode | None:
-            conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
-            state, budgets = _State(conversation), _Budgets.start(self._config, until=until)
-            async with self._sessions.open(task, until=until) as session:
-                self._begin(conversation, session.opening, task)
-                ended = await self._turns(session, state, budgets, greedy=greedy, tally=tokens)
-                episode = self._played(task, state, ended) if ended else None
-            traced.note(ended=ended or "group deadline", turns=len(state.turns))
+        async def play_one(number: int, tokens: Tally, traced: AnySpan) -> PlayedEpisode | None:
+            steps = record.episode(number)
+            tokens.take(steps.kept_tokens)
+            try:
+                episode = await self._play(task, steps, greedy=greedy, until=until, tally=tokens)
+            except Diverged as error:
+                log.warning("episode begins again", ticket=record.id, lost_tokens=tokens.sampled, reason=str(error))
+                tokens.lose(NOT_RESUMED)
+                episode = await self._play(task, None, greedy=greedy, until=until, tally=tokens)
+            if episode is not None:
+                traced.note(ended=episode.view.ended, turns=len(episode.view.turns))
             return episode
 
         return await play_together(samples, tally, play_one)
+
+    async def _play(
+        self, task: Task, steps: EpisodeRecord | None, *, greedy: bool, until: float, tally: Tally
+    ) -> PlayedEpisode | None:
+        """One episode, which goes on from its finished turns; None when the group's deadline cut it off.
+
+        Raises: Diverged, EpisodeFailed, EngineError.
+        """
+        conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
+        state, budgets = _State(conversation), _Budgets.start(self._config, until=until)
+        async with self._sessions.open(task, until=until) as session:
+            if steps is not None and not session.is_resumable:
+                if steps.kept:
+                    raise Diverged("its session is not resumable")
+                steps = None
+            recorded = None if steps is None else _Recorded(steps)
+            self._begin(conversation, session.opening, task)
+            ended = await self._turns(session, state, budgets, recorded, greedy=greedy, tally=tally)
+            if recorded is not None and recorded.left:
+                raise Diverged("the session has ended earlier than before")
+            return self._played(task, state, ended) if ended else None
 
     def close(self) -> None:
         """Ends the sessions' thread."""
@@ -242,20 +318,24 @@ class MultiTurn:
         conversation.begin(opening, self._policy.prompt(shown.messages, images, tools=shown.tools))
 
     async def _turns(
-        self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool, tally: Tally
+        self,
+        session: OpenSession,
+        state: _State,
+        budgets: _Budgets,
+        recorded: _Recorded | None,
+        *,
+        greedy: bool,
+        tally: Tally,
     ) -> Ended | None:
-        """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""
+        """Plays the turns; None when the group's deadline cut the last one off.
+
+        Raises: Diverged, EpisodeFailed, EngineError.
+        """
         conversation = state.conversation
         while True:
-            (completion,) = await self._policy.generate(
-                conversation.context,
-                images=conversation.transcripts[-1].images,
-                samples=1,
-                greedy=greedy,
-                until=budgets.generation_until,
-                tally=tally,
-                max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
-            )
+            completion = recorded.next(conversation.context) if recorded else None
+            if completion is None:
+                completion = await self._generate(conversation, budgets, recorded, greedy=greedy, tally=tally)
             if completion.token_ids:
                 action, content = conversation.add_answer(completion)
                 state.add_action(action, content)
@@ -271,6 +351,23 @@ class MultiTurn:
             ended = self._observe(turn, completion, state, budgets)
             if ended is not None:
                 return ended
+
+    async def _generate(
+        self, conversation: Conversation, budgets: _Budgets, recorded: _Recorded | None, *, greedy: bool, tally: Tally
+    ) -> Completion:
+        """An answer to the dialogue. Raises: EpisodeFailed, EngineError."""
+        (completion,) = await self._policy.generate(
+            conversation.context,
+            images=conversation.transcripts[-1].images,
+            samples=1,
+            greedy=greedy,
+            until=budgets.generation_until,
+            tally=tally,
+            max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
+        )
+        if recorded is not None and completion.token_ids and completion.finish_reason != "abort":
+            recorded.add(conversation.context, completion)
+        return completion
 
     def _observe(self, turn: Turn, completion: Completion, state: _State, budgets: _Budgets) -> Ended | None:
         """Appends a turn's observation, unless the episode ends: the reason. Raises: EpisodeFailed."""

@@ -39,6 +39,7 @@ from slipstream.rollout_servers.rollouts.base import (
 from slipstream.rollout_servers.rollouts.gateway.rollout import AgentRollout
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.rollouts.record import Keep, TicketRecord
 from slipstream.rollout_servers.rollouts.teaching import Answered, Teaching
 from slipstream.rollout_servers.tally import BASELINE, Tally
 
@@ -151,7 +152,14 @@ class Player:
         return (await self.score(await self.generate(split, index, samples=samples, greedy=greedy))).trajectories
 
     async def generate(
-        self, split: Split, index: int, *, samples: int, greedy: bool = False, tally: Tally | None = None
+        self,
+        split: Split,
+        index: int,
+        *,
+        samples: int,
+        greedy: bool = False,
+        tally: Tally | None = None,
+        record: TicketRecord | None = None,
     ) -> Unscored:
         """Plays `samples` episodes of one task; the only one of a held-out task is greedy.
 
@@ -159,6 +167,7 @@ class Player:
 
         Args:
             tally: counts their tokens, and discards those of the others.
+            record: of the steps of episodes of several turns, and of those from which they go on.
 
         Raises: EpisodeFailed when the task, its prompt or its sessions fail, EngineError when the engine is dead.
         """
@@ -174,6 +183,7 @@ class Player:
                 greedy=greedy or (split == "eval" and samples == 1),
                 until=now() + self._config.group_deadline_s,
                 tally=tally,
+                record=record or TicketRecord(),
             )
             self._require_enough(played, split, samples)
         except EpisodeFailed as error:
@@ -324,7 +334,9 @@ def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
     return {ENV_SCORE: sum(value for _, value in episode.env_rewards)} | metrics
 
 
-async def play_group(player: Player, ticket: m.Ticket, tally: Tally, *, on_generated: Callable[[], None]) -> m.Group:
+async def play_group(
+    player: Player, ticket: m.Ticket, tally: Tally, *, on_generated: Callable[[], None], keep: Keep | None = None
+) -> m.Group:
     """The group of a ticket.
 
     Tasks of an evaluation fail one by one: the group lacks their episodes and counts them by reason.
@@ -332,6 +344,7 @@ async def play_group(player: Player, ticket: m.Ticket, tally: Tally, *, on_gener
     Args:
         tally: counts the ticket's tokens.
         on_generated: called once the engine is no longer needed, whether that succeeded or not.
+        keep: has the buffer keep the steps of episodes to train on; None: they are lost with this server.
 
     Raises: EpisodeFailed, of an evaluation when all tasks fail; EngineError when the engine is dead.
     """
@@ -339,13 +352,14 @@ async def play_group(player: Player, ticket: m.Ticket, tally: Tally, *, on_gener
     failures: list[EpisodeFailed] = []
     images: dict[str, bytes] = {}
     generating = set(ticket.indices)
+    record = TicketRecord(ticket.id, tally, None if split == "eval" else keep, ticket.events)
 
     if split == "eval":
         tally.name("")  # its tasks may be of several envs
 
     async def generate(index: int, tokens: Tally) -> Unscored:
         try:
-            return await player.generate(split, index, samples=ticket.samples, tally=tokens)
+            return await player.generate(split, index, samples=ticket.samples, tally=tokens, record=record)
         finally:
             generating.discard(index)
             if not generating:
@@ -385,6 +399,7 @@ async def play_group(player: Player, ticket: m.Ticket, tally: Tally, *, on_gener
         if isinstance(error, EpisodeFailed):
             tally.lose(error.reason)
         raise error from None
+    tally.lose_untaken()
     return _group(
         ticket,
         [task.result() for task in played],

@@ -62,6 +62,7 @@ class Run:
 
     def start(self, name: str, *overrides: str) -> None:
         """Starts a process, for the first time or again; `rollout-2` is another rollout server beside `rollout`."""
+        self._output(name).unlink(missing_ok=True)  # that of an earlier start
         if name != "redis":
             arguments = self.pipeline.arguments(*SETTINGS, *self.overrides, *overrides)
             self.processes[name] = Forked(self.forks, MODULES[name.partition("-")[0]], arguments, self._output(name))
@@ -140,7 +141,10 @@ class Run:
         return history
 
     def _up(self, name: str) -> bool:
-        return not ping_problem(self.config.redis) if name == "redis" else UP[name] in self._output(name).read_text()
+        if name == "redis":
+            return not ping_problem(self.config.redis)
+        output = self._output(name)
+        return output.exists() and UP[name.partition("-")[0]] in output.read_text()
 
     def _output(self, name: str) -> Path:
         return self.pipeline.folder / f"{name}.output"

@@ -52,7 +52,7 @@ def _show(found: Account) -> None:
     table = Table(border_style="cyan")
     table.add_column("env", style="bold cyan", no_wrap=True)
     table.add_column("server", overflow="fold")
-    for name in ("generated", *STATES, "lost"):
+    for name in ("generated", "taken_over", *STATES, "lost"):
         table.add_column(name.replace("_", " "), justify="right")
     rows = sorted(found.rows, key=lambda row: -row.generated)
     shown, others = rows[:MOST_ROWS], rows[MOST_ROWS:]
@@ -67,9 +67,11 @@ def _sentence(total: Tokens) -> str:
     """Generated tokens as a sum."""
     parts = [f"{getattr(total, state):,} {state.replace('_', ' ')}" for state in STATES]
     parts += [f"{tokens:,} {printable(reason)}" for reason, tokens in Counter(total.lost).most_common()]
-    return f"{total.generated:,} generated = " + " + ".join(parts)
+    taken_over = f" + {total.taken_over:,} taken over" if total.taken_over else ""
+    return f"{total.generated:,} generated{taken_over} = " + " + ".join(parts)
 
 
 def _numbers(tokens: Tokens) -> list[str]:
-    numbers = [tokens.generated, *(getattr(tokens, state) for state in STATES), sum(tokens.lost.values())]
+    numbers = [tokens.generated, tokens.taken_over, *(getattr(tokens, state) for state in STATES)]
+    numbers.append(sum(tokens.lost.values()))
     return [f"{number:,}" for number in numbers]

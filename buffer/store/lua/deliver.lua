@@ -19,6 +19,7 @@ local function deliver(id, facts)
   end
   if redis.call('EXISTS', key('arriving:' .. id)) == 0 then return 'again' end
   redis.call('RENAME', key('arriving:' .. id), key('group:' .. id))
+  redis.call('DEL', key('events:' .. id))
   local order = facts.order
   if facts.raced then
     race = race or tonumber(redis.call('HGET', key('meta'), 'race') or 0)

@@ -24,8 +24,8 @@ local function heartbeat(server, listed)
         redis.call('HSET', key('about:' .. id), 'issued_at', timestamp())
       elseif issued_at < grace_start then
         release_ticket(id)
+        reissue(id, 'lost on the way to ' .. server, 'redis_lost')
         forget_unsettled(server, id)
-        reissue(id, 'lost on the way to ' .. server)
         lost = lost + 1
       end
     end

@@ -1,7 +1,8 @@
 -- (task) -> issued, for each of several servers as many tickets as requested, within its credits, the staleness capacity
 -- and the rate limit. args: requests (of {server, version, credits, tickets}), tasks (of the env), skip (positions that the
 -- cursor moves past, as {epoch, position}; policies/curriculum.py), deadline_s, and those of `issuable`.
--- Returns a flat list: index of the request, id, epoch, position in the epoch, ...
+-- Returns a flat list: index of the request, id, epoch, position in the epoch, number of events that are kept of its episodes
+-- (keep_events.lua), ...
 --
 -- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication, and counted in uses): a group issued
 -- now is used first after the uses that remain to the groups before it, so at version
@@ -24,26 +25,37 @@ local function next_task()
   end
 end
 
+-- Moves the events of a reissued ticket to the new one; returns their fields of its record, and their number.
+local function take_over(before, id)
+  if not before or redis.call('EXISTS', key('events:' .. before)) == 0 then return {}, 0, 0 end
+  local known = redis.call('HMGET', key('about:' .. before), 'event_tokens', 'event_bytes')
+  redis.call('RENAME', key('events:' .. before), key('events:' .. id))
+  local tokens = known[1] or 0
+  return {'event_tokens', tokens, 'event_bytes', known[2] or 0}, tonumber(tokens), redis.call('HLEN', key('events:' .. id))
+end
+
 local function issue(index, server, tickets, version)
   local ids, unsettled = {}, {}
   local again = redis.call('LPOP', key('reissue'), tickets) or {}
   local number = redis.call('HINCRBY', key('meta'), 'next_id', tickets) - tickets
   for i = 1, tickets do
-    local task_epoch, task_position
+    local task_epoch, task_position, before
     if again[i] then
-      task_epoch, task_position = again[i]:match('(%d+):(%d+)')
+      task_epoch, task_position, before = again[i]:match('^(%d+):(%d+):?(.*)$')
     else
       task_epoch, task_position = next_task()
     end
     local id = string.format('%d', number + i)
     ids[i] = id
-    unsettled[2 * i - 1], unsettled[2 * i] = id, ''
+    local facts, tokens, events = take_over(before, id)
+    unsettled[2 * i - 1], unsettled[2 * i] = id, '+' .. tokens
+    for _, each in ipairs({'server', server, 'epoch', task_epoch, 'position', task_position, 'version', version,
+      'issued_at', timestamp()}) do facts[#facts + 1] = each end
     groups[#groups + 1] = {
-      id = id, score = now() + args.deadline_s, detail = 'to ' .. server,
-      facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', version,
-        'issued_at', timestamp()},
+      id = id, score = now() + args.deadline_s, facts = facts,
+      detail = 'to ' .. server .. (events > 0 and (', which goes on with ' .. before) or ''),
     }
-    for _, each in ipairs({index, id, tonumber(task_epoch), tonumber(task_position)}) do granted[#granted + 1] = each end
+    for _, each in ipairs({index, id, tonumber(task_epoch), tonumber(task_position), events}) do granted[#granted + 1] = each end
   end
   call_with('SADD', key('tickets_of:' .. server), ids)
   call_with('HSET', key('unsettled:' .. server), unsettled)

@@ -218,7 +218,7 @@ local function drop(id, state, reason)
   enter_state(id, state, now(), reason)
   count(state, 1)
   count(state .. ':' .. reason, 1)
-  redis.call('DEL', key('group:' .. id), key('arriving:' .. id))
+  redis.call('DEL', key('group:' .. id), key('arriving:' .. id), key('events:' .. id))
   remove_location(id)
 end
 
@@ -254,12 +254,21 @@ local function forget(state, ids, last)
 end
 
 -- issued -> reissued: the task will be issued again under a new ticket. The old ticket occupies a credit of its server until
--- a heartbeat no longer lists it (heartbeat.lua): the server may still be generating for it.
-local function reissue(id, why)
+-- a heartbeat no longer lists it (heartbeat.lua): the server may still be generating for it. lost_reason: of a lost server's
+-- tokens; the events of its episodes go to the new ticket. Without it they are forgotten.
+local function reissue(id, why, lost_reason)
   enter_state(id, 'reissued', now(), why)
   count('reissued', 1)
   redis.call('DEL', key('arriving:' .. id))
-  redis.call('RPUSH', key('reissue'), field_of(id, 'epoch') .. ':' .. field_of(id, 'position'))
+  local known = redis.call('HMGET', key('about:' .. id), 'epoch', 'position', 'server', 'env', 'event_tokens')
+  local place = known[1] .. ':' .. known[2]
+  if not lost_reason then
+    redis.call('DEL', key('events:' .. id))
+  elseif redis.call('EXISTS', key('events:' .. id)) == 1 then
+    place = place .. ':' .. id
+    hand_over(id, known[3], known[4] or '', tonumber(known[5] or 0), lost_reason)
+  end
+  redis.call('RPUSH', key('reissue'), place)
 end
 
 -- leased -> ready, trained -> ready, with the group's old key in the sampler's order.
@@ -385,7 +394,7 @@ local function reissue_all(server, why, reason)
   local tickets = 0
   for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
     if state_of(id) == 'issued' then
-      reissue(id, why)
+      reissue(id, why, reason)
       tickets = tickets + 1
     end
   end

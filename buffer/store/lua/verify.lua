@@ -28,6 +28,8 @@ for _, state in ipairs(states) do
     local is_stored = has_bytes or location ~= nil
     expect(is_stored == (stored[state] or false),
       'group ' .. id .. ' is ' .. state .. (is_stored and ', but still stored' or ', but not stored'))
+    expect(state == 'issued' or state == 'reissued' or redis.call('EXISTS', key('events:' .. id)) == 0,
+      'group ' .. id .. ' is ' .. state .. ', but events of its episodes are kept')
     expect(not location or state ~= 'leased', 'group ' .. id .. ' is leased, but its bytes are in a spill file')
     expect(not location or location:match('^[%w-]+:%d+:%d+:%x+$'),
       'group ' .. id .. ' has the invalid location ' .. (location or ''))

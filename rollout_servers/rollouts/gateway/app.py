@@ -40,6 +40,8 @@ RETRY_AFTER_S: Final = 2
 """Pause that is asked of agents while there is no ticket to play."""
 KEEP_ALIVE_S: Final = 5.0
 """Time between two comments that keep a stream's connection open."""
+COMING: Final = ("unknown_session", "session_moved", "not_kept")
+"""Codes of requests that may be answered later: a session comes to this gateway if its server is lost."""
 MOST_CONNECTIONS: Final = 4096
 LARGEST_REWARD: Final = 1e6
 MOST_PARTS: Final = 32
@@ -65,11 +67,12 @@ DIALECTS: Final = {
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`reward` is a number, or named parts of one, which are summed."""
+    """`reward` is a number, or named parts of one, which are summed; with `more`, others follow."""
 
     reward: float | dict[str, float]
     completion_id: str | None = None
     agent: str | None = None
+    more: bool = False
 
 
 class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,6 +182,7 @@ class GatewayApp:
         session = self._gateway.take()
         if session is None:
             raise CallRefused("no ticket waits for an agent; ask again", status=429, code="admission_closed")
+        await session.open()
         url, task = self._gateway.session_url(session), session.task
         left_s = session.until - asyncio.get_running_loop().time()
         return _json(
@@ -213,7 +217,7 @@ class GatewayApp:
             )
         if body.completion_id is not None and body.agent is not None:
             raise CallRefused("a reward is that of an answer (completion_id) or of an agent, not of both")
-        session.reward(Reward(value, parts, body.completion_id, body.agent))
+        await session.reward(Reward(value, parts, body.completion_id, body.agent, body.more))
         return _json({"reward": value})
 
     async def _close(self, request: Request) -> Response:
@@ -223,7 +227,7 @@ class GatewayApp:
             state = msgspec.json.decode(body, type=CloseBody).state if body else State.DONE
         if state is State.OPEN:
             raise CallRefused("state must be done, failed or void")
-        session.close(state)
+        await session.end(state)
         return _json({"state": session.state})
 
     # --- keys and errors ----------------------------------------------------------------------------------------------
@@ -259,7 +263,8 @@ class GatewayApp:
                 return response
             message, status, code = _described(caught)
             self._gateway.refused[code] += 1
-            headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else {"x-should-retry": "false"}
+            again = status == 429 or code in COMING
+            headers = {"x-should-retry": str(again).lower()} | ({"retry-after": str(RETRY_AFTER_S)} if again else {})
             return _json(describe(message, status, code), status, headers)
 
         return guarded

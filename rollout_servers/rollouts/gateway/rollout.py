@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from slipstream.buffer.wire.messages import AgentSpan
@@ -11,11 +12,13 @@ from slipstream.configs.runtime.tracing import AnySpan
 from slipstream.env.base import AgentEndpoint, AgentEnv, AgentReward, Task
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, play_together
+from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed, Played, PlayedEpisode, play_together
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
+from slipstream.rollout_servers.rollouts.gateway.calls import CallRefused
 from slipstream.rollout_servers.rollouts.gateway.session import METRICS, Reward, Session, State
 from slipstream.rollout_servers.rollouts.gateway.sessions import Gateway
 from slipstream.rollout_servers.rollouts.gateway.tree import Branch, Node
+from slipstream.rollout_servers.rollouts.record import EpisodeRecord, TicketRecord
 from slipstream.rollout_servers.tally import Tally
 
 log = get_log("rollout.gateway")
@@ -32,11 +35,14 @@ class AgentRollout:
         self._gateway = gateway
         self._loop = EnvLoop("agents", reason="agent_error")
 
-    async def play(self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally) -> Played:
+    async def play(
+        self, task: Task, *, samples: int, greedy: bool, until: float, tally: Tally, record: TicketRecord
+    ) -> Played:
         """Plays `samples` episodes of the task (`Rollout.play`). Raises: EngineError."""
 
-        async def play_one(tokens: Tally, traced: AnySpan) -> PlayedEpisode:
-            episode = await self._play(task, greedy=greedy, until=until, tally=tokens)
+        async def play_one(number: int, tokens: Tally, traced: AnySpan) -> PlayedEpisode:
+            steps = record.episode(number)
+            episode = await self._play(task, greedy=greedy, until=until, tally=tokens, record=steps)
             traced.note(ended=episode.view.ended, turns=len(episode.view.turns))
             return episode
 
@@ -46,15 +52,17 @@ class AgentRollout:
         """Ends the agents' thread."""
         self._loop.close()
 
-    async def _play(self, task: Task, *, greedy: bool, until: float, tally: Tally) -> PlayedEpisode:
+    async def _play(
+        self, task: Task, *, greedy: bool, until: float, tally: Tally, record: EpisodeRecord
+    ) -> PlayedEpisode:
         """Raises: EpisodeFailed, EngineError."""
-        with self._gateway.session(task, greedy=greedy, until=until, tally=tally) as session:
+        with self._gateway.session(task, greedy=greedy, until=until, tally=tally, record=record) as session:
             try:
-                if self._env.from_outside:
+                if self._env.from_outside and not session.opened:
                     await self._taken(session)
                 else:
                     session.begin()
-                reward = await self._agent(session, until=until)
+                reward = await self._reward(session, until=until)
                 _require_not_given_up(session)
                 if reward is None and self._env.needs_reward and not session.rewarded.is_set():
                     await self._posted_reward(session, until)
@@ -63,13 +71,23 @@ class AgentRollout:
                 await session.settle()
             return self._played(session, reward)
 
+    async def _reward(self, session: Session, *, until: float) -> AgentReward | None:
+        """Runs the agent, unless it has ended on an earlier server. Raises: EpisodeFailed, EngineError."""
+        if session.finished is not None:
+            return session.finished.reward
+        reward = await self._agent(session, until=until)
+        if not self._env.from_outside:
+            with suppress(CallRefused):  # the group is not this server's any more
+                await session.end(State.DONE, reward=reward)
+        return reward
+
     async def _taken(self, session: Session) -> None:
         """Offers a session until an agent from outside takes it. Raises: EpisodeFailed."""
         try:
             async with asyncio.timeout_at(session.until):
                 await self._gateway.offer(session)
         except TimeoutError:
-            raise EpisodeFailed("agent_timeout", "no agent has opened the session") from None
+            raise EpisodeFailed(SILENT, "no agent has opened the session") from None
 
     async def _agent(self, session: Session, *, until: float) -> AgentReward | None:
         """Runs the agent, or waits for one from outside, until it has ended. Raises: EpisodeFailed, EngineError."""
@@ -96,8 +114,11 @@ class AgentRollout:
                 agent.cancel()
         if session.failure is not None:
             raise session.failure
+        has_ended = agent.done() and not agent.cancelled()
+        if self._env.from_outside and not has_ended and not session.tree.nodes:
+            raise EpisodeFailed(SILENT, f"no word of the agent of session {session.id}")
         try:
-            if not agent.done() or agent.cancelled():
+            if not has_ended:
                 raise EpisodeFailed("agent_timeout", "the agent did not end in time")
             return _checked(agent.result())
         except EpisodeFailed:

@@ -1,34 +1,38 @@
 """One session: an agent's episode, from its first call to its rewards."""
 
 import asyncio
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from slipstream.env.base import Message, Task
-from slipstream.env.images import has_images, separate_images
+from slipstream.env.base import AgentReward, Message, Task
+from slipstream.env.images import has_images
 from slipstream.models.images import ImageError
 from slipstream.models.tokenizer import PromptError
-from slipstream.rewards.base import Ended
+from slipstream.rewards.base import Ended as Limit
 from slipstream.rollout_servers.engines.base import Completion, EngineError
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Prompt
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
-from slipstream.rollout_servers.rollouts.gateway.calls import Call, CallRefused, chain, tool_call
+from slipstream.rollout_servers.rollouts.gateway.answers import cut_at_stop, message_of
+from slipstream.rollout_servers.rollouts.gateway.calls import Call, CallRefused, chain
+from slipstream.rollout_servers.rollouts.gateway.events import Called, Ended, Event, Opened, Rewarded, decode, encode
+from slipstream.rollout_servers.rollouts.gateway.prompts import Prompts
 from slipstream.rollout_servers.rollouts.gateway.tree import Node, Tree
-from slipstream.rollout_servers.tally import UNFINISHED, Tally
+from slipstream.rollout_servers.rollouts.record import VOID, EpisodeRecord
+from slipstream.rollout_servers.tally import NOT_RESUMED, UNFINISHED, Tally
 
 MOST_CALLS: Final = 1024
 """Calls of a session, unless `rollout.episode.turns` says less; each is at most one node."""
 MOST_INFLIGHT: Final = 32
 """Calls of a session at a time."""
-USUAL_CHARACTERS: Final = 8
-"""Of a token; a text with more for each token of the context is measured piece by piece."""
-PIECE_CHARACTERS: Final = 1 << 16
+KEEP_S: Final = 60.0
+"""Time for the buffer to keep a step; the agent waits for it."""
 UNDELIVERED: Final = "undelivered"
 """Reason of the tokens of answers that the agent did not wait for."""
 NOT_TRAINABLE: Final = "not_trainable"
@@ -74,12 +78,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward that was posted: for the whole episode, for one answer, or for the last one of an agent's label."""
+    """A reward that was posted: for the whole episode, for one answer, or for the last one of an agent's label.
+
+    Attributes:
+        more: others follow, which an episode whose agent has ended waits for.
+    """
 
     value: float
     parts: Mapping[str, float]
     completion_id: str | None = None
     agent: str | None = None
+    more: bool = False
 
 
 class Session:
@@ -94,11 +103,22 @@ class Session:
         retries: calls that were answered from an earlier one.
         failure: why no engine answers any more.
         ended, failed, rewarded: set with `state`, `failure` and the first reward.
+        opened: True if an agent from outside has it.
+        finished: how its agent has ended on an earlier server.
     """
 
     def __init__(
-        self, policy: AnswerGenerator, format: ChatFormat, task: Task, *, greedy: bool, until: float, tally: Tally
+        self,
+        policy: AnswerGenerator,
+        format: ChatFormat,
+        task: Task,
+        *,
+        greedy: bool,
+        until: float,
+        tally: Tally,
+        record: EpisodeRecord,
     ) -> None:
+        """A session, which goes on from the steps that `record` has of an earlier server (`_resume`)."""
         self.id = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
         self.task = task
@@ -106,7 +126,7 @@ class Session:
         self.tree = Tree()
         self.state = State.OPEN
         self.tally = tally
-        self.limit: Ended | None = None
+        self.limit: Limit | None = None
         self.ignored = Counter[str]()
         self.retries = 0
         self.failure: EngineError | None = None
@@ -114,11 +134,17 @@ class Session:
         self._rewards: dict[tuple[str | None, str | None], Reward] = {}
         self._policy = policy
         self._format = format
+        self._prompts = Prompts(policy, format)
         self._greedy = greedy
         self._used_tokens = self._reserved_tokens = self._arriving = 0
         self._freed = asyncio.Condition()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._inflight: set[asyncio.Task[Answer]] = set()
+        self._record = record
+        self._earlier: dict[bytes, list[Answer]] = {}
+        self.opened = False
+        self.finished: Ended | None = None
+        self._resume(decode(record.kept))
 
     @property
     def model(self) -> str:
@@ -139,6 +165,83 @@ class Session:
         if (wall_s := self._policy.config.episode.wall_s) is not None:
             self.until = min(self.until, asyncio.get_running_loop().time() + wall_s)
 
+    # --- steps of an earlier server, and those that are kept for a later one ------------------------------------------
+
+    def _resume(self, events: Sequence[Event]) -> None:
+        """Goes on from the steps of an earlier server.
+
+        An agent from outside is alive, and one that has ended is not run again: their answers are in the tree. Any
+        other is run again from its beginning: a call as before gets the answer of then, which joins the tree.
+        """
+        self.tally.take(self._record.kept_tokens)
+        self.finished = next((event for event in events if isinstance(event, Ended)), None)
+        opened = next((event for event in events if isinstance(event, Opened)), None)
+        if opened is not None:
+            self.id, self.key, self.opened = opened.id, opened.key, True
+        is_whole = self.opened or self.finished is not None
+        nodes = dict[str, Node]()
+        for event in events:
+            if isinstance(event, Called):
+                node = event.node(nodes)
+                if node is None:
+                    self.tally.discard(NOT_RESUMED, len(event.completion.completion().token_ids))
+                    continue
+                nodes[node.id] = node
+                tokens = len(node.token_ids) - len(node.completion.token_ids)
+                answer = Answer(node, tokens, event.reasoning, event.stopped_by)
+                self._earlier.setdefault(event.fingerprint, []).append(answer)
+                if is_whole:
+                    self._join(node)
+                    if self.finished is None or node.id not in self.finished.undelivered:
+                        self.tree.deliver(node)
+            elif isinstance(event, Rewarded) and is_whole:
+                self._set_reward(Reward(event.value, event.parts, event.completion_id, event.agent, event.more))
+        if self.finished is not None:
+            self.limit = self.finished.limit
+            self.close(State(self.finished.state))
+
+    def _join(self, node: Node) -> None:
+        """Adds an answer of an earlier server to the tree."""
+        self.tree.add(node)
+        self._used_tokens += (0 if node.parent is None else len(node.context)) + len(node.completion.token_ids)
+
+    def _answered_earlier(self, fingerprint: bytes) -> Answer | None:
+        """The answer of an earlier server to the same call, once, unless another call has continued it."""
+        answers = self._earlier.get(fingerprint)
+        if not answers:
+            return None
+        parents = {node.parent for node in self.tree}
+        for answer in answers:
+            node = answer.node
+            if node not in parents and (node.parent is None or node.parent in self.tree.nodes):
+                answers.remove(answer)
+                if node not in self.tree.nodes:
+                    self._join(node)
+                return answer
+        return None
+
+    async def _keep(self, content: bytes, *, tokens: int = 0) -> None:
+        """Returns once the buffer keeps a step. Raises: CallRefused."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                outcome = await self._record.add(content, tokens=tokens)
+        except TimeoutError:
+            raise CallRefused(f"not kept within {KEEP_S:g} s", status=503, code="not_kept") from None
+        if outcome == VOID:
+            self.close(State.VOID)
+            raise CallRefused("another server goes on with the session", status=503, code="session_moved")
+
+    async def open(self) -> None:
+        """An agent from outside takes the session. Raises: CallRefused."""
+        self.opened = True
+        await self._keep(encode(Opened(self.id, self.key)))
+
+    async def end(self, state: State, *, reward: AgentReward | None = None) -> None:
+        """Ends the session, with the reward that its agent has returned. Raises: CallRefused."""
+        undelivered = [node.id for node in self.tree if not node.delivered]
+        await self._keep(encode(Ended(state, self.limit, reward, undelivered)))
+        self.close(state)
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(
@@ -155,9 +258,14 @@ class Session:
         if is_retry and earlier is not None:
             self.retries += 1
             return earlier
+        answer = self._answered_earlier(fingerprint)
+        if answer is not None:
+            self._calls[fingerprint] = asyncio.create_task(_given(answer))
+            return self._calls[fingerprint]
         self._require_budget()
         self.ignored.update(call.ignored)
-        task = asyncio.create_task(self._answer(call, digests, agent=agent, trainable=trainable))
+        answering = self._answer(call, digests, fingerprint, agent=agent, trainable=trainable)
+        task = asyncio.create_task(answering)
         self._calls[fingerprint] = task
         self._inflight.add(task)
         task.add_done_callback(partial(self._end_call, fingerprint))
@@ -201,7 +309,7 @@ class Session:
         if len(self._inflight) >= MOST_INFLIGHT:
             raise CallRefused(f"{MOST_INFLIGHT} calls of the session are running", status=429, code="too_many_calls")
 
-    def _exhaust(self, limit: Ended, detail: str) -> None:
+    def _exhaust(self, limit: Limit, detail: str) -> None:
         """Raises: CallRefused."""
         self.limit = self.limit or limit
         raise CallRefused(f"the session's budget is exhausted: {detail}", code="session_budget_exhausted")
@@ -243,19 +351,22 @@ class Session:
         messages = call.messages[start:]
         try:
             if parent is not None and not has_images(messages):
-                return parent, *self._continued(parent, messages, call), messages
-            prompt = self._rendered(call)
+                return parent, *self._prompts.continued(parent, messages, call), messages
+            prompt = self._prompts.rendered(call)
         except (PromptError, ImageError) as error:
             raise CallRefused(f"the chat template can't render the messages: {error}") from None
         return None, prompt, prompt.token_ids, call.messages
 
-    async def _answer(self, call: Call, digests: Sequence[bytes], *, agent: str, trainable: bool) -> Answer:
+    async def _answer(
+        self, call: Call, digests: Sequence[bytes], fingerprint: bytes, *, agent: str, trainable: bool
+    ) -> Answer:
         parent, prompt, context, messages = self._prompt(call, digests)
         added = 0 if parent is None else len(context)
-        async with self._reserved(self._most_tokens(call, prompt), added=added) as most:
+        async with self._reserved(self._prompts.most_tokens(call, prompt), added=added) as most:
             completion, stopped_by = await self._generate(call, prompt, most)
             self._used_tokens += added + len(completion.token_ids)
-        answer, reasoning = self._message(completion, call, stopped_by)
+        parses = bool(call.tools) or self._format.always_parses
+        answer, reasoning = message_of(completion, self._format, parses=parses, stopped_by=stopped_by)
         node = Node(
             id=f"chatcmpl-{secrets.token_hex(12)}",
             parent=parent,
@@ -269,59 +380,9 @@ class Session:
             images=() if parent is not None else prompt.images,
         )
         self.tree.add(node)
+        kept = Called.of(node, fingerprint, reasoning=reasoning, stopped_by=stopped_by)
+        await self._keep(kept, tokens=len(completion.token_ids))
         return Answer(node, len(prompt.token_ids), reasoning, stopped_by)
-
-    def _rendered(self, call: Call) -> Prompt:
-        """A whole dialogue. Raises: PromptError, ImageError, CallRefused."""
-        messages, images = separate_images(call.messages, ())
-        assert not isinstance(messages, str), "messages stay messages"
-        if images and self._policy.placeholders is None:
-            raise CallRefused("the model takes no images", code="images_not_supported")
-        text = self._format.render(messages, tools=call.tools)
-        self._require_short(text)
-        return self._policy.expand(self._format.tokenizer.encode_observation(text), images)
-
-    def _continued(self, parent: Node, messages: Sequence[Message], call: Call) -> tuple[Prompt, Sequence[int]]:
-        """The context of a dialogue behind an answer, and its new tokens. Raises: PromptError."""
-        for message in messages:
-            self._require_short(str(message["content"]))
-        context = parent.token_ids
-        names = {each["id"]: each["function"]["name"] for each in parent.answer.get("tool_calls") or ()}
-        named = [
-            {**message, "name": names.get(message["tool_call_id"], "unknown")} if message["role"] == "tool" else message
-            for message in messages
-        ]
-        added = self._format.continued(context, self._format.delta(named, tools=call.tools)).token_ids
-        self._policy.expand(added, ())  # a text may name a placeholder
-        return Prompt([*context, *added], parent.path[0].images), added
-
-    def _require_short(self, text: str) -> None:
-        """Raises: CallRefused for a text of far more tokens than a context may have, without encoding all of it: the
-        whole server would wait, for seconds for each megabyte.
-        """
-        most, tokens = self._policy.config.engine.max_model_len, 0
-        if len(text) <= USUAL_CHARACTERS * most:
-            return
-        for start in range(0, len(text), PIECE_CHARACTERS):
-            tokens += len(self._format.tokenizer.encode_observation(text[start : start + PIECE_CHARACTERS]))
-            if tokens > 2 * most:  # each cut adds a few
-                raise CallRefused(
-                    f"a text of {len(text)} characters is longer than this model's maximum context length of {most} "
-                    "tokens (rollout.engine.max_model_len)",
-                    code="context_length_exceeded",
-                )
-
-    def _most_tokens(self, call: Call, prompt: Prompt) -> int:
-        """Tokens that an answer may have but for the session's budget. Raises: CallRefused."""
-        config = self._policy.config
-        context = config.engine.max_model_len - len(prompt.token_ids)
-        if context <= 0 or not prompt.token_ids:
-            raise CallRefused(
-                f"{len(prompt.token_ids)} tokens leave no room for an answer: this model's maximum context length is "
-                f"{config.engine.max_model_len} tokens (rollout.engine.max_model_len)",
-                code="context_length_exceeded",
-            )
-        return min(context, config.sampling.max_tokens, call.max_tokens or config.sampling.max_tokens)
 
     async def _generate(self, call: Call, prompt: Prompt, most: int) -> tuple[Completion, str | None]:
         """An answer of at most `most` tokens. Raises: CallRefused, EngineError."""
@@ -346,57 +407,13 @@ class Session:
                 tokens.lose(UNFINISHED)
                 self.limit = self.limit or "wall"
                 raise CallRefused("the session's time is over", status=410, code="session_over")
-            kept, stopped_by = self._cut(completion, call.stop)
+            kept, stopped_by = cut_at_stop(completion, call.stop, self._format.tokenizer)
             tokens.discard(STOPPED, len(completion.token_ids) - len(kept.token_ids))
         return kept, stopped_by
 
-    def _cut(self, completion: Completion, stop: Sequence[str]) -> tuple[Completion, str | None]:
-        """The answer up to the token that completes one of the texts `stop`: as if sampling had ended there."""
-        tokenizer = self._format.tokenizer
-        (text,) = tokenizer.decode([completion.token_ids])
-        if not any(each in text for each in stop):
-            return completion, None
-        low, high = 1, len(completion.token_ids)
-        while low < high:  # the shortest prefix that has one
-            middle = (low + high) // 2
-            (part,) = tokenizer.decode([completion.token_ids[:middle]])
-            low, high = (low, middle) if any(each in part for each in stop) else (middle + 1, high)
-        (part,) = tokenizer.decode([completion.token_ids[:low]])
-        spans = [
-            type(span)(version=span.version, start=span.start, end=min(span.end, low))
-            for span in completion.spans
-            if span.start < low
-        ]
-        shorter = replace(
-            completion,
-            token_ids=completion.token_ids[:low],
-            logprobs=completion.logprobs[:low],
-            spans=spans,
-            finish_reason="stop",
-            kept=None if completion.kept is None else completion.kept[:low],
-            routed_experts=completion.routed_experts if low == len(completion.token_ids) else None,
-        )
-        return shorter, next(each for each in stop if each in part)
-
-    def _message(self, completion: Completion, call: Call, stopped_by: str | None) -> tuple[Message, str]:
-        """The message of an answer, and its reasoning."""
-        (text,) = self._format.tokenizer.decode([completion.token_ids])
-        content, calls = text, list[dict[str, Any]]()
-        if call.tools or self._format.always_parses:
-            before, parsed = self._format.parse(completion)
-            if parsed and not any(each.error for each in parsed):
-                content = before
-                # Nine letters and digits: Mistral's chat templates take no other ids.
-                calls = [tool_call(secrets.token_hex(5)[:9], each.name, each.arguments) for each in parsed]
-        reasoning, content = split_reasoning(content)
-        if stopped_by is not None:
-            content = content.partition(stopped_by)[0]
-        answer: dict[str, Any] = {"role": "assistant", "content": content}
-        return (answer | {"tool_calls": calls} if calls else answer), reasoning
-
     # --- rewards and end ----------------------------------------------------------------------------------------------
 
-    def reward(self, reward: Reward) -> None:
+    async def reward(self, reward: Reward) -> None:
         """Records a reward, which replaces an earlier one of the same answer, label, or of the whole.
 
         Raises: CallRefused for an answer or label that the session does not have, and once it is collected.
@@ -406,8 +423,14 @@ class Session:
         if self._place(reward) is None:
             of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
             raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
+        event = Rewarded(reward.value, dict(reward.parts), reward.completion_id, reward.agent, reward.more)
+        await self._keep(encode(event))
+        self._set_reward(reward)
+
+    def _set_reward(self, reward: Reward) -> None:
         self._rewards[reward.completion_id, reward.agent] = reward
-        self.rewarded.set()
+        if not reward.more:
+            self.rewarded.set()
 
     def rewards(self) -> list[tuple[Node, Reward]]:
         """The rewards, each with the answer at which it is earned."""
@@ -440,6 +463,9 @@ class Session:
                 self.tally.discard(UNDELIVERED, len(node.completion.token_ids))
             elif not node.trainable:
                 self.tally.discard(NOT_TRAINABLE, len(node.completion.token_ids))
+        for answer in itertools.chain(*self._earlier.values()):
+            if answer.node not in self.tree.nodes:
+                self.tally.discard(NOT_RESUMED, len(answer.node.completion.token_ids))
 
     def account(self) -> dict[str, int]:
         """Tokens of the session so far: sampled, in answers that are trained on, and not used."""
@@ -447,11 +473,5 @@ class Session:
         return {"sampled": self.tally.sampled, "trained": trained, "unused": self.tally.sampled - trained}
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Reasoning and the rest of an answer; the template may have opened the reasoning in the prompt."""
-    before, mark, after = text.partition("</think>")
-    if mark:
-        return before.partition("<think>")[2].strip() or before.strip(), after.lstrip("\n")
-    if text.startswith("<think>"):
-        return text.removeprefix("<think>").strip(), ""
-    return "", text
+async def _given(answer: Answer) -> Answer:
+    return answer

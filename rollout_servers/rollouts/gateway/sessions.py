@@ -12,6 +12,7 @@ from slipstream.env.base import Task
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 from slipstream.rollout_servers.rollouts.gateway.session import Session, State
+from slipstream.rollout_servers.rollouts.record import EpisodeRecord
 from slipstream.rollout_servers.tally import Tally
 
 OVER_KEPT = 10_000
@@ -44,9 +45,11 @@ class Gateway:
         self._offers: dict[Session, asyncio.Event] = {}
 
     @contextmanager
-    def session(self, task: Task, *, greedy: bool, until: float, tally: Tally) -> Iterator[Session]:
-        """A session whose tokens `tally` counts; over at the end, whatever happened."""
-        session = Session(self.policy, self._format, task, greedy=greedy, until=until, tally=tally)
+    def session(
+        self, task: Task, *, greedy: bool, until: float, tally: Tally, record: EpisodeRecord
+    ) -> Iterator[Session]:
+        """A session whose tokens `tally` counts, and whose steps `record` has; over at the end, whatever happened."""
+        session = Session(self.policy, self._format, task, greedy=greedy, until=until, tally=tally, record=record)
         self._sessions[session.id] = session
         try:
             yield session

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.weights import protocol as w
@@ -32,6 +34,8 @@ _STATUS = m.ServerStatus(
 )
 _SAMPLED = {"digits": {"17": 300}, "": {"e3-0": 20}}
 _TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)
+_EVENT = m.EpisodeEvent(episode=1, place=2, tokens=3, content=b"turn")
+_RESUMED = msgspec.structs.replace(_TICKET, events=[_EVENT])
 _TRAJECTORY = m.Trajectory(
     token_ids=bytes.fromhex("0100000002000000ff000000"), action_mask=bytes.fromhex("000101"),
     behaviour_logprobs=bytes.fromhex("00000000000000bf000080be"),
@@ -78,6 +82,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             unused={"unfinished": 12},
         ),
     ),
+    "keep_event": (m.ToService, m.KeepEvent(id="17", env="digits", event=_EVENT)),
     "group_failed": (
         m.ToService,
         m.GroupFailed(
@@ -103,7 +108,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "state_request": (m.ToService, m.StateRequest(request=7)), "welcome": (m.ToServer, m.Welcome(version=3)),
     "refused": (m.ToServer, m.Refused(reason="this buffer serves run 'demo'", request=1)),
     "unknown_peer": (m.ToServer, m.UnknownPeer(request=3)),
-    "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET], grant="g1")),
+    "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET, _RESUMED], grant="g1")),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
     "lease": (
