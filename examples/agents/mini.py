@@ -1,6 +1,8 @@
 """The lookup task by mini-swe-agent, whose tool is bash: examples/agents/setup.sh mini-swe-agent, then
 
-.agents/mini-swe-agent/bin/python examples/agents/mini.py runs/lookup_mini
+.agents/mini-swe-agent/bin/python examples/agents/mini.py runs/lookup_mini-swe-agent
+
+The commands of the model run on this machine; this tiny one can write no others than `lookup` and `echo`.
 """
 
 import os
