@@ -143,9 +143,9 @@ class Wire:
         """The ids in the next message."""
         async with asyncio.timeout(DEADLINE_S):
             first, *blobs = await self.sent.get()
-        message = decode(first, m.Deliver | m.GroupFailed)
-        if isinstance(message, m.GroupFailed):
-            return [message.id]
+        message = decode(first, m.Deliver | m.GroupFailed | m.KeepEvent)
+        if isinstance(message, m.GroupFailed | m.KeepEvent):
+            return [message.id if isinstance(message, m.GroupFailed) else message.name]
         assert [decode_group(blob).id for blob in blobs] == message.ids
         return list(message.ids)
 
@@ -263,3 +263,16 @@ async def test_every_final_outcome_removes_the_group(wire: Wire, outcome: str) -
     wire.rejoin()
     wire.deliver("b")
     assert await wire.next() == ["b"]
+
+
+async def test_events_are_sent_until_they_are_kept(wire: Wire) -> None:
+    event = m.EpisodeEvent(episode=1, place=2, tokens=3, content=b"turn")
+    kept = wire.outbox.keep(m.KeepEvent(id="a", env="digits", event=event))
+    wire.deliver("a")
+    assert [await wire.next(), await wire.next()] == [["a/1/2"], ["a"]]
+    wire.rejoin()
+    assert [await wire.next(), await wire.next()] == [["a/1/2"], ["a"]]
+    assert not kept.done()
+    assert wire.outbox.acknowledge({"a/1/2": "kept"}) == []
+    assert await kept == "kept"
+    assert wire.outbox.acknowledge({"a/1/2": "kept", "a": "ready"}) == ["a"]

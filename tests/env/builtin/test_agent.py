@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -108,8 +107,6 @@ async def test_children_that_hold_the_output_delay_nothing(tmp_path: Path, is_da
     async with asyncio.timeout(60):
         assert await env.run_agent(env.task("train", 0), ENDPOINT) == 0.5
         pid = int(file.read_text())
-        if is_daemon:
-            os.kill(pid, signal.SIGKILL)
         while is_running(pid):
             await asyncio.sleep(0.01)
 
@@ -131,6 +128,27 @@ async def test_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> 
         for pid in map(int, file.read_text().split()):
             while is_running(pid):
                 await asyncio.sleep(0.01)
+
+
+async def test_command_ends_with_a_killed_server(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    server = await asyncio.create_subprocess_exec(
+        *program(
+            "import asyncio, sys; from slipstream.env.builtin.agent import Command;"
+            "from slipstream.env.base import AgentEndpoint, Task;"
+            "play = Command([sys.executable, '-c', sys.argv[1]], concurrency=1, rewards={});"
+            "asyncio.run(play(Task('', ''), AgentEndpoint('', '', '')))"
+        ),
+        code,
+    )
+    async with asyncio.timeout(60):
+        while not file.exists() or not file.read_text():
+            await asyncio.sleep(0.01)
+        server.kill()
+        while is_running(int(file.read_text())):
+            await asyncio.sleep(0.01)
+        await server.wait()
 
 
 def is_running(pid: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.env.base import AgentEndpoint
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed
+from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tally import Tally
 from tests.rollout_servers.rollouts.gateway.harness import (
@@ -83,3 +83,30 @@ async def test_closed_session_without_a_reward_fails(
             await playing
     assert caught.value.reason == reason
     assert tally.unused == {reason: tally.sampled}
+
+
+async def test_ended_episode_waits_for_announced_rewards(model: Path, answers: Callable[..., Recorder]) -> None:
+    async with outside(model, answers("One", "Two")) as (player, http):
+        playing = asyncio.create_task(player.play("train", 0, samples=1))
+        session = Http.of(await opened(http))
+        for label in ("writer", "critic"):
+            (await session.chat(headers={"x-slipstream-agent": label})).raise_for_status()
+        (await session.ask("/close", {"state": "done"})).raise_for_status()
+        rewards = [{"reward": 0.25, "agent": "writer", "more": True}, {"reward": 0.5, "agent": "critic"}]
+        for reward in rewards:
+            assert not playing.done()
+            (await session.ask("/reward", reward)).raise_for_status()
+        trajectories = await playing
+        assert {trajectory.reward for trajectory in trajectories} == {0.75}
+
+
+async def test_session_that_nobody_took_is_silent(model: Path, answers: Callable[..., Recorder]) -> None:
+    async with outside(model, answers("One"), group_deadline_s=1.0) as (player, http):
+        with pytest.raises(EpisodeFailed) as caught:
+            await player.generate("train", 0, samples=1)
+        assert caught.value.reason == SILENT
+        playing = asyncio.create_task(player.generate("train", 0, samples=1))
+        await opened(http)
+        with pytest.raises(EpisodeFailed) as caught:
+            await playing
+        assert caught.value.reason == SILENT
