@@ -7,6 +7,7 @@
 set -eu
 examples=examples/agents
 bin=${BIN:-.venv/bin}
+paths=$examples${PYTHONPATH:+:$PYTHONPATH}
 [ $# -gt 0 ] || set -- openai smolagents mini-swe-agent verifiers
 
 "$bin/python" $examples/formats.py data/formats.jsonl
@@ -23,12 +24,12 @@ from_outside() { # NAME SCRIPT: the harness ends with the run
 
 for name in "$@"; do
     case $name in
-    openai) PYTHONPATH=$examples "$bin/slipstream" up $examples/lookup.yaml --plain --fresh "run.name=lookup_$name" ;;
+    openai) PYTHONPATH=$paths "$bin/slipstream" up $examples/lookup.yaml --plain --fresh "run.name=lookup_$name" ;;
     smolagents) from_outside "$name" smol.py ;;
     mini-swe-agent) from_outside "$name" mini.py ;;
     verifiers)
         sh $examples/setup_verifiers.sh .verifiers
-        PYTHONPATH=$examples "$bin/slipstream" up $examples/lookup_verifiers.yaml --plain --fresh
+        PYTHONPATH=$paths "$bin/slipstream" up $examples/lookup_verifiers.yaml --plain --fresh
         ;;
     *) echo "there is no harness $name" >&2 && exit 2 ;;
     esac

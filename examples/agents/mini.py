@@ -1,13 +1,19 @@
 """The lookup task by mini-swe-agent, whose tool is bash: examples/agents/setup.sh mini-swe-agent, then
 
-.agents/mini-swe-agent/bin/python examples/agents/mini.py runs/lookup_mini
+.agents/mini-swe-agent/bin/python examples/agents/mini.py runs/lookup_mini-swe-agent
+
+The commands of the model run on this machine; this tiny one can write no others than `lookup` and `echo`.
 """
 
 import os
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # fetches nothing
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",  # by default a run's end is noticed after minutes
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # fetches nothing
+}
 
 import litellm
 from minisweagent.agents.default import DefaultAgent

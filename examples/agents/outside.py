@@ -4,6 +4,7 @@ Opens sessions at the gateways of the run folder, posts each reward and closes. 
 """
 
 import json
+import random
 import sys
 import time
 import traceback
@@ -18,8 +19,8 @@ Play = Callable[[dict[str, Any]], dict[str, float]]
 """Plays a session, whose `base_url`, `api_key`, `model` and `task` are in the answer of `POST /sessions`; returns the
 parts of its reward."""
 
-STARTING_S = 300.0
-"""Time for the run to open a gateway."""
+AWAY_S = 300.0
+"""Time for the run to open a gateway, and for one that is away to come back."""
 
 
 def post(url: str, key: str, body: Any = None) -> dict[str, Any]:
@@ -32,24 +33,30 @@ def post(url: str, key: str, body: Any = None) -> dict[str, Any]:
 
 
 def gateway(run: Path) -> dict[str, str] | None:
-    """Address and key of the run's gateway; None while it has none."""
-    for file in (run / "gateways").glob("*.json"):
-        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-    return None
+    """Address and key of one of the run's gateways; None while it has none."""
+    files = [*(run / "gateways").glob("*.json")]
+    try:
+        found: dict[str, str] = json.loads(random.choice(files).read_text(encoding="utf-8"))
+    except (IndexError, FileNotFoundError):  # its server ends just now
+        return None
+    return found
 
 
 def open_session(run: Path) -> dict[str, Any] | None:
-    """A session, as soon as a ticket waits; None when the run has no gateway any more."""
+    """A session, as soon as a ticket waits; None when the run has no gateway any more.
+
+    Raises: OSError when its gateways do not answer for AWAY_S.
+    """
+    answered = time.monotonic()
     while (found := gateway(run)) is not None:
         try:
             return post(f"{found['url']}/sessions", found["key"])
-        except urllib.error.HTTPError as error:
-            if error.code != 429:
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == 429:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > AWAY_S:
                 raise
-            time.sleep(0.2)  # asks more often than Retry-After says: the run is on the same machine
-        except OSError:
-            time.sleep(1.0)  # its server is about to end, or to start again
+        time.sleep(0.2)  # more often than Retry-After says: the run is on the same machine
     return None
 
 
@@ -70,7 +77,7 @@ def play_sessions(run: Path, play: Play) -> None:
 
 def main(play: Play, *, threads: int = 32) -> None:
     """Plays for the run folder that the command line names."""
-    run, until = Path(sys.argv[1]), time.monotonic() + STARTING_S
+    run, until = Path(sys.argv[1]), time.monotonic() + AWAY_S
     while gateway(run) is None:
         if time.monotonic() > until:
             sys.exit(f"{run} has no gateway: is the run with an env `agent` up?")

@@ -322,7 +322,12 @@ async def test_calls_need_the_key_of_an_open_session(model: Path, answers: Calla
         (other,) = (each for each in endpoints if each is not endpoint)
         for key in ("", other.api_key, endpoint.api_key[:-1], "ä"):
             http = Http(endpoint.session_url, "")
-            for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/reward", {"reward": 1}), ("", None)):
+            for path, body in (
+                ("/v1/chat/completions", {"messages": HELLO}),
+                ("/v1/messages/count_tokens", {"messages": HELLO}),
+                ("/reward", {"reward": 1}),
+                ("", None),
+            ):
                 headers = {"authorization": f"Bearer {key}".encode()} if key else {}
                 response = await http.ask(path, body, **headers)
                 assert response.status_code == 401
@@ -335,7 +340,7 @@ async def test_calls_need_the_key_of_an_open_session(model: Path, answers: Calla
         for endpoint in endpoints:
             assert (await Http.of(endpoint).chat()).status_code == 410
         assert player.gateway is not None
-        assert player.gateway.refused["invalid_key"] == 24
+        assert player.gateway.refused["invalid_key"] == 32
 
 
 def malformed(count: int) -> list[bytes]:
@@ -398,7 +403,8 @@ async def test_bad_requests_are_refused_and_delay_nobody(
         with suppress(ConnectionError):
             assert (await pieces.read()).startswith(b"HTTP/1.1 400")
         writer.close()
-        paths = itertools.cycle(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/reward"))
+        calls = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+        paths = itertools.cycle((*calls, "/reward"))
         for path, body in zip(paths, malformed(1000), strict=False):
             assert (await http.ask(path, body)).status_code == 400
         assert (await http.ask("/v1/chat/completions", b" " * (2 << 20))).status_code == 413

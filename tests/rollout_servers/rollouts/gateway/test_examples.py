@@ -80,6 +80,7 @@ def rollout_of(config: Any) -> dict[str, Any]:
 
 BASH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo "
 HARNESSES = {
+    "http": ("", ["VALUE"], ["5="]),
     # smolagents repeats its calls as text, so each call is a sequence of its own.
     "smolagents": (
         "smol.py",
@@ -94,18 +95,45 @@ HARNESSES = {
 }
 
 
-@pytest.mark.parametrize("name", HARNESSES)
-async def test_harness_in_its_environment_plays_lookup(model: Path, lookup: Any, name: str) -> None:
+BY_HTTP = """
+from outside import main, post
+
+
+def play(session):
+    messages = [{"role": "user", "content": session["task"]["prompt"]}]
+    post(f"{session['base_url']}/chat/completions", session["api_key"], {"messages": messages})
+    return {"lookup": 0.5, "answer": 0.5}
+
+
+main(play, threads=2)
+"""
+
+
+def harness_of(name: str, folder: Path) -> tuple[Path, Path]:
+    """Its Python, and the script by which it plays."""
+    if name == "http":
+        script = folder / "by_http.py"
+        script.write_text(BY_HTTP, encoding="utf-8")
+        return Path(sys.executable), script
     python = ROOT / ".agents" / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{python} is not there: sh examples/agents/setup.sh {name}")
+    return python, EXAMPLES / HARNESSES[name][0]
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_harness_in_its_environment_plays_lookup(
+    model: Path, lookup: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, script = harness_of(name, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     env = build_env(load_config(EXAMPLES / "harness.yaml").env)
     task = env.task("train", 0)
-    script, texts, prompts = HARNESSES[name]
+    _, texts, prompts = HARNESSES[name]
     value = value_of(task.info)
     recorder = scripted(model, *(text.replace("VALUE", value) for text in texts))
     async with served(model, recorder, env, **rollout_of(lookup)) as player:
-        command = [str(python), str(EXAMPLES / script), str(run_config(model).paths.root)]
+        command = [str(python), str(script), str(run_config(model).paths.root)]
         with subprocess.Popen(command) as harness:
             try:
                 async with asyncio.timeout(DEADLINE_S):
