@@ -9,7 +9,7 @@ LINKS := $(PACKAGES:%=.links/slipstream/%)
 FILES := sed -un "s/^ *\(Downloading\|Using cached\|Processing\) \([^ ]*\/\)*\([^ ]*\).*/  \3/p; s/^Installing collected packages.*/  installing/p"
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings sglang-check teacher-check openenv-check verifiers-check agents-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
+.PHONY: setup demo test test-oldest coverage soak check format bench bench-buffer bench-demo bench-fleet bench-learner bench-pipeline bench-weights bench-staleness bench-trainings sglang-check teacher-check openenv-check verifiers-check agents-check harbor-check trackers-check prometheus-check slurm-check ray-check k8s-check s3-check compose-test screenshots bench-dashboard rewind-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -65,6 +65,10 @@ verifiers-check: setup
 # idle cores. One: make agents-check ARGS=smolagents
 agents-check: setup
 	@PYTHON="$(PYTHON)" BIN=$(BIN) sh examples/agents/check.sh $(ARGS)
+
+# Tasks of Harbor in containers, too: needs a Docker engine, and debian:12
+harbor-check: setup
+	@SLIPSTREAM_HARBOR_CHECK=1 $(BIN)/pytest tests/env/adapters/test_harbor.py $(ARGS)
 
 # The trackers' own packages, offline: an environment of 0.9 GB in .trackers the first time
 trackers-check: setup

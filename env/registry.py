@@ -1,7 +1,6 @@
 """Builds the env that a configuration names, and its tools."""
 
 import inspect
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from slipstream.configs.registry import Registry
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, gives_rewards, has_sessions, runs_agents
-from slipstream.env.builtin.agent import AgentTasks, Command, RunAgent, in_threads, rewards_by_code
+from slipstream.env.builtin.agent import AgentTasks, Command, RunAgent, checked_command, in_threads, rewards_by_code
 from slipstream.env.builtin.mix import Mix, MixWithSessions, Part
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
@@ -46,15 +45,12 @@ def agents(
     config = EnvConfig.model_validate(tasks)
     if command is not None and function is not None:
         raise ConfigError("env agent: give command or function, not both; with neither agents come from outside")
-    if isinstance(command, str) or (command is not None and not command):
-        raise ConfigError(f"env agent: command={command!r} must be a list, such as [python, agent.py]")
-    if command is not None and shutil.which(str(command[0])) is None:
-        raise ConfigError(f"env agent: command={command!r}: there is no program {str(command[0])!r} on this host")
+    program = None if command is None else checked_command("agent", command)
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ConfigError(f"env agent: concurrency={concurrency!r} must be a whole number from 1")
     run: RunAgent | None = None
-    if command is not None:
-        run = Command([*map(str, command)], concurrency=concurrency, rewards=rewards_by_code(exit_rewards))
+    if program is not None:
+        run = Command(program, concurrency=concurrency, rewards=rewards_by_code(exit_rewards))
     elif function is not None:
         found = AGENTS.load(function)
         run = found if inspect.iscoroutinefunction(found) else in_threads(found, concurrency=concurrency)
@@ -72,6 +68,7 @@ ENVS: Final = Registry(
         "colours": "slipstream.env.builtin.colours:Colours",
         "digits": "slipstream.env.builtin.digits:Digits",
         "gymnasium": "slipstream.env.adapters.gymnasium:Gymnasium",
+        "harbor": "slipstream.env.adapters.harbor.env:Harbor",
         "lookup": "slipstream.env.builtin.lookup:Lookup",
         "mix": f"{__name__}:mixed",
         "openenv": "slipstream.env.adapters.openenv:OpenEnv",

@@ -272,18 +272,36 @@ def own_users() -> tuple[int, int] | tuple[None, None]:
     """Two user ids of this thread's programs, which no other thread or process on this machine uses; None: not root."""
     if os.geteuid() != 0:
         return None, None
+    if not hasattr(_thread, "slot"):
+        _thread.slot, _thread.user = _reserve_users()
+    user: int = _thread.user
+    return user, user + 1
+
+
+@contextmanager
+def own_user() -> Iterator[int | None]:
+    """A user id that nobody else on this machine uses in the meantime; None: not root."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    slot, user = _reserve_users()
+    with slot:
+        yield user
+
+
+def _reserve_users() -> tuple[socket.socket, int]:
+    """A socket that reserves two user ids until it is closed, and the first of them."""
     number = 0
-    while not hasattr(_thread, "slot"):
+    while True:
         # An abstract address is freed by the kernel when its process ends.
         slot = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             slot.bind(f"\0slipstream-sandbox-{number}")
-            _thread.slot, _thread.user = slot, FIRST_USER + 2 * number
         except OSError:
             slot.close()
             number += 1
-    user: int = _thread.user
-    return user, user + 1
+        else:
+            return slot, FIRST_USER + 2 * number
 
 
 def _kill(process: "subprocess.Popen[bytes]", marker: bytes, *, confined: bool) -> None:
@@ -314,16 +332,23 @@ def _bubblewrap(interpreter: Interpreter, limits: SandboxLimits, filter_file: in
     if syscall_filter() is None:
         raise SandboxUnavailable(f"no filter of system calls for {platform.machine()}: x86_64 and aarch64 have one")
     command = [bwrap, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
-    command += ["--seccomp", str(filter_file), "--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "lib", "lib64"):  # links into /usr, but on older systems folders
-        path = Path("/", name)
-        command += ["--symlink", f"usr/{name}", str(path)] if path.is_symlink() else ["--ro-bind-try", *[str(path)] * 2]
-    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--seccomp", str(filter_file), *system_folders(), "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(limits.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for inside, folder in interpreter.folders:  # which may be in /tmp
         command += ["--ro-bind", folder, inside]
     # The root is a file system in memory without a limit.
     return [*command, "--remount-ro", "/", "--"]
+
+
+def system_folders() -> list[str]:
+    """Arguments of bubblewrap that show this machine's programs and libraries, read-only."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib64"):  # links into /usr, but on older systems folders
+        path = Path("/", name)
+        arguments += (
+            ["--symlink", f"usr/{name}", str(path)] if path.is_symlink() else ["--ro-bind-try", *[str(path)] * 2]
+        )
+    return [*arguments, "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
 
 
 def _limits(limits: SandboxLimits, *, counts_processes: bool) -> list[str]:

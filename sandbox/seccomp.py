@@ -41,6 +41,11 @@ _CLONE3: Final = (435, 435)  # its flags lie in memory, out of a filter's sight;
 _NEWEST: Final = 462  # mseal, of Linux 6.10: what later kernels add is absent
 _NAMESPACES: Final = 0x7E020000  # all CLONE_NEW* of clone
 _SIGKILL, _AF_UNIX, _RLIMIT_CPU = 9, 1, 0
+_INTERNET: Final = (
+    2,
+    10,
+    16,
+)  # AF_INET, AF_INET6, AF_NETLINK: in a network namespace of its own they end at its loopback
 
 
 _KILL, _ALLOW = 0x80000000, 0x7FFF0000
@@ -68,9 +73,10 @@ class _Rule(NamedTuple):
     tests: tuple[_Test, ...]
 
 
+_NOT_UNIX: Final = _Test(0, _AF_UNIX, negated=True)
 _RULES: Final = (
-    _Rule((41, 198), _EPERM, (_Test(0, _AF_UNIX, negated=True),)),  # socket: AF_VSOCK reaches a virtual machine's host
-    _Rule((53, 199), _EPERM, (_Test(0, _AF_UNIX, negated=True),)),  # socketpair
+    _Rule((41, 198), _EPERM, (_NOT_UNIX,)),  # socket: AF_VSOCK reaches a virtual machine's host
+    _Rule((53, 199), _EPERM, (_NOT_UNIX,)),  # socketpair
     _Rule((56, 220), _EPERM, (_Test(0, _NAMESPACES, jump=_ANY_BIT),)),  # clone
     _Rule(_CLONE3, _ENOSYS, ()),
     # An end by SIGKILL comes from outside: no program exits with its code, or lowers its limit of CPU seconds.
@@ -86,8 +92,11 @@ _RULES: Final = (
 
 
 @lru_cache
-def syscall_filter(machine: str = platform.machine()) -> bytes | None:
-    """The filter as bubblewrap's `--seccomp` reads it; None for a machine whose system calls are not known here."""
+def syscall_filter(machine: str = platform.machine(), *, loopback: bool = False) -> bytes | None:
+    """The filter as bubblewrap's `--seccomp` reads it; None for a machine whose system calls are not known here.
+
+    With `loopback`, sockets of IP are allowed, too.
+    """
     if machine not in _ARCHITECTURES:
         return None
     architecture, column = _ARCHITECTURES[machine]
@@ -96,7 +105,9 @@ def syscall_filter(machine: str = platform.machine()) -> bytes | None:
     for numbers in _DENIED.values():
         lines += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _EPERM)]
     for rule in _RULES:
-        lines += _instructions(rule, column)
+        is_socket = loopback and rule.tests and rule.tests[0] == _NOT_UNIX
+        allowed = tuple(_Test(0, family, negated=True) for family in _INTERNET) if is_socket else ()
+        lines += _instructions(rule._replace(tests=(*rule.tests, *allowed)), column)
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *line) for line in lines)
 

@@ -108,8 +108,9 @@ class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
     name: str = "digits"
-    """A built-in (`agent`, `colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`,
-    `skyrl_gym`, `textarena` or `verifiers`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    """A built-in (`agent`, `colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `harbor`, `openenv`,
+    `reasoning_gym`, `skyrl_gym`, `textarena` or `verifiers`), an entry point of group `slipstream.envs`, or
+    `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
     tools: tuple[ToolConfig, ...] = ()

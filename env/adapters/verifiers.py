@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import queue
 import shutil
 import subprocess
@@ -143,10 +142,7 @@ class _Worker:
         if shutil.which(python) is None:
             raise EnvFailed(f"python={python!r} is no program")
         pipe = subprocess.PIPE
-        path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])  # programs beside it
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=os.environ | {"PATH": path}
-        )
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
         assert self._process.stdin and self._process.stdout and self._process.stderr, "they are pipes"
         self._threads = [
             threading.Thread(target=target, args=[file], name="verifiers", daemon=True)

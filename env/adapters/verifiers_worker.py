@@ -81,11 +81,9 @@ class Classic:
         return {"prompt": row["prompt"], "reference": str(row.get("answer") or ""), "info": info}
 
     async def play(self, row: Any, model: Mapping[str, str]) -> dict[str, Any]:
-        from verifiers.clients import OpenAIChatCompletionsClient
-
         errors: list[str] = []
         _reward_errors.set(errors)
-        client = OpenAIChatCompletionsClient(_openai().with_options(base_url=model["url"], api_key=model["key"]))
+        client = _client_class()(_openai().with_options(base_url=model["url"], api_key=model["key"]))
         state = await self._env.rollout(dict(row), client, model["name"], {})
         try:
             if (error := state.get("error")) is not None and not _is_budget(error):
@@ -196,6 +194,25 @@ def _noting_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return noting
+
+
+@functools.cache
+def _client_class() -> Any:
+    """The client of verifiers, for which an empty answer is an answer: the rubric scores it."""
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    class Client(OpenAIChatCompletionsClient):  # type: ignore[misc]
+        async def raise_from_native_response(self, response: Any) -> None:
+            """The gateway's answers are complete."""
+
+        async def from_native_response(self, response: Any) -> Any:
+            """The answer, whose text may be empty."""
+            parsed = await super().from_native_response(response)
+            if not parsed.message.content and not parsed.message.tool_calls:
+                parsed.message.content = response.choices[0].message.content or ""
+            return parsed
+
+    return Client
 
 
 @functools.cache

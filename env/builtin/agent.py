@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import secrets
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,8 +84,10 @@ class Command:
         self._rewards = rewards
         self._running = asyncio.Semaphore(concurrency)
 
-    async def __call__(self, task: Task, endpoint: AgentEndpoint) -> float | None:
-        """Runs the program once. Raises: AgentFailed; OSError when it can't be started."""
+    async def __call__(
+        self, task: Task, endpoint: AgentEndpoint, environment: Mapping[str, str] | None = None
+    ) -> float | None:
+        """Runs the program once, with further variables. Raises: AgentFailed; OSError when it can't be started."""
         async with self._running:
             # A pipe of our own: asyncio's would let `wait` return only when the program's children have closed it, too.
             reading, writing = os.pipe()
@@ -99,7 +102,7 @@ class Command:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=writing,
                     stderr=writing,
-                    env=os.environ | _environment(endpoint),
+                    env=os.environ | _environment(endpoint) | dict(environment or {}),
                     start_new_session=True,
                 )
             finally:
@@ -173,6 +176,15 @@ def in_threads(function: Callable[[Task, AgentEndpoint], float | None], *, concu
         return await asyncio.get_running_loop().run_in_executor(pool, function, task, endpoint)
 
     return run
+
+
+def checked_command(env: str, command: Sequence[str]) -> list[str]:
+    """The command of an env's agent. Raises: ConfigError."""
+    if isinstance(command, str) or not command:
+        raise ConfigError(f"env {env}: command={command!r} must be a list, such as [python, agent.py]")
+    if shutil.which(str(command[0])) is None:
+        raise ConfigError(f"env {env}: command={command!r}: there is no program {str(command[0])!r} on this host")
+    return [*map(str, command)]
 
 
 def rewards_by_code(given: Mapping[Any, Any] | None) -> dict[int, float | None]:

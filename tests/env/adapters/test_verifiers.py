@@ -73,10 +73,34 @@ async def test_single_turn_is_scored_by_its_rubric(model: Path, build: Any, answ
     task = env.task("train", 2)
     assert [message["content"] for message in task.prompt] == ["Add.", f"{int(task.reference) - 1} + 1"]
     assert env.fingerprint() != build("sums", rows=39).fingerprint()
-    async with served(model, answering(task.reference, "none"), env) as player:
-        trajectories = await player.play("train", 2, samples=1) + await player.play("train", 2, samples=1)
-    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
-    assert [trajectory.scores["env/length"] for trajectory in trajectories] == [len(task.reference), 4]
+    trajectories = []
+    async with served(model, answering(task.reference, "none", ""), env) as player:
+        for _ in range(3):
+            trajectories += await player.play("train", 2, samples=1)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0, 0.0]
+    assert [trajectory.scores["env/length"] for trajectory in trajectories] == [len(task.reference), 4, 0]
+
+
+@needs_verifiers
+@pytest.mark.parametrize(("fails", "reward"), [("", 1.0), ("reward", None), ("harness", None)])
+async def test_taskset_is_played_by_its_harness(
+    model: Path, build: Any, answering: Any, fails: str, reward: float | None
+) -> None:
+    env = build("capitals", agent={"runtime": {"type": "subprocess"}}, taskset={"fails": fails})
+    task = env.task("train", 0)
+    assert task.info["name"] == task.prompt.removeprefix("Capital of ")
+    async with served(model, answering(f"{task.info['name']}ville"), env) as player:
+        if reward is None:
+            with pytest.raises(EpisodeFailed, match="broken") as failed:
+                await player.play("train", 0, samples=1)
+            assert failed.value.reason == "env_error"
+        else:
+            (trajectory,) = await player.play("train", 0, samples=1)
+            assert (trajectory.reward, trajectory.scores["env/right"], trajectory.scores["env/words"]) == (
+                1.0,
+                1.0,
+                1.0,
+            )
 
 
 @needs_verifiers

@@ -1,0 +1,2 @@
+#!/bin/sh
+LC_ALL=C sort -u -o /app/words.txt /app/words.txt
