@@ -81,7 +81,12 @@ class Verifiers:
         """The row at `index`. Raises: IndexError unless 0 <= index < size(split), EnvFailed."""
         if not 0 <= index < self.size(split):
             raise IndexError(f"env verifiers: {split} row {index} does not exist; there are {self.size(split)}")
-        row = self._live().ask("task", split=split, index=index)[1].result(TASK_S)
+        worker = self._live()
+        try:
+            row = worker.ask("task", split=split, index=index)[1].result(TASK_S)
+        except TimeoutError:
+            worker.close()  # it is busy or hangs, and its rollouts with it: the next task starts another one
+            raise EnvFailed(f"no task within {TASK_S:g} s: the process was ended") from None
         return Task(row["prompt"], row["reference"], {**row["info"], "split": split, "index": index})
 
     def fingerprint(self) -> str:
@@ -199,7 +204,14 @@ class _Worker:
     def _read(self, file: IO[str]) -> None:
         with file:
             for line in file:
-                self._settle(json.loads(line))
+                try:
+                    answer = json.loads(line)
+                except ValueError:
+                    answer = None
+                if isinstance(answer, dict) and not answer.keys().isdisjoint(("result", "error")):
+                    self._settle(answer)
+                else:  # what an interpreter prints before the program begins
+                    self._printed = (self._printed + line)[-KEPT_CHARACTERS:]
         self._process.wait()
         with self._numbering:
             self.has_ended = True

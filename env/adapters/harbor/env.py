@@ -156,6 +156,8 @@ class Catalog:
                 self._recipes[folder] = self._recipe(task)
             except ConfigError as error:
                 self.problems.append(f"env harbor: {error}")
+            except OSError as error:
+                self.problems.append(f"env harbor: task {folder.name}: {error}")
             else:
                 tasks.append(task)
         return tasks

@@ -4,6 +4,7 @@ Source: https://www.harborframework.com/docs/tasks, and harbor 0.25 (schema_vers
 """
 
 import hashlib
+import math
 import os
 import re
 import tomllib
@@ -86,7 +87,7 @@ class HarborTask:
             raise ValueError("environment.os of its task.toml must be linux")
         if any((folder / "environment" / f"docker-compose.{suffix}").exists() for suffix in ("yaml", "yml")):
             raise ValueError("its environment has services (docker-compose), which is not supported")
-        image = environment.get("docker_image")
+        image, workdir = _text(environment, "docker_image"), _text(environment, "workdir")
         for needed in ("tests/test.sh", *(() if image else ("environment/Dockerfile",))):
             if not (folder / needed).is_file():
                 raise ValueError(f"it has no {needed}")
@@ -107,7 +108,7 @@ class HarborTask:
             environment=_variables(environment.get("env", {})),
             verifier_environment=_variables(verifier.get("env", {})),
             solution_environment=_variables(given.get("solution", {}).get("env", {})),
-            workdir=environment.get("workdir"),
+            workdir=workdir,
             has_network=network == "public",
             agent_user=_user(agent),
             verifier_user=_user(verifier),
@@ -165,9 +166,21 @@ def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
     """Raises: ValueError, TypeError."""
     old = environment.get(name)  # before schema 1.1, as a text
     if old is not None and f"{name}_mb" not in environment:
-        return int(float(old.strip()[:-1]) * _SIZES[old.strip()[-1:].upper()])
-    value = _number(environment.get(f"{name}_mb"))
-    return None if value is None else int(value)
+        size, unit = old.strip()[:-1], old.strip()[-1:].upper()
+        if unit not in _SIZES:
+            raise ValueError(f"environment.{name}={old!r} of its task.toml must be a number with G, M or K")
+        value = _number(float(size) * _SIZES[unit])
+    else:
+        value = _number(environment.get(f"{name}_mb"))
+    return None if value is None else math.ceil(value)
+
+
+def _text(environment: Mapping[str, Any], name: str) -> str | None:
+    """Raises: TypeError."""
+    value = environment.get(name)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"environment.{name}={value!r} of its task.toml must be a text")
+    return value
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:

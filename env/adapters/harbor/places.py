@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import uuid
@@ -117,17 +118,20 @@ async def in_sandbox(task: HarborTask, recipe: Recipe) -> AsyncIterator[Place]:
     )
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     with ExitStack() as stack:
+        making: asyncio.Future[SandboxPlace] | None = None
         try:
-            folder.chmod(0o711)
-            (folder / "workspace").mkdir()
-            workspace = stack.enter_context(opened_workspace(folder / "workspace", limits))
-            place = await asyncio.to_thread(SandboxPlace, task, recipe, workspace, folder)
-        except (OSError, SandboxUnavailable) as error:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            raise EnvFailed(f"its files can't be made: {error}") from error
-        try:
+            try:
+                folder.chmod(0o711)
+                (folder / "workspace").mkdir()
+                workspace = stack.enter_context(opened_workspace(folder / "workspace", limits))
+                making = asyncio.ensure_future(asyncio.to_thread(SandboxPlace, task, recipe, workspace, folder))
+                place = await asyncio.shield(making)
+            except (OSError, SandboxUnavailable) as error:
+                raise EnvFailed(f"its files can't be made: {error}") from error
             yield place
         finally:
+            if making is not None:
+                await asyncio.wait([making])  # a cancelled episode's thread goes on writing
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
@@ -278,7 +282,7 @@ def read_rewards(folder: Path) -> dict[str, float]:
             given = json.loads(text) if name.endswith("json") else float(text)
             rewards = {str(key): float(value) for key, value in given.items()} if isinstance(given, dict) else {}
             rewards = rewards if isinstance(given, dict) else {"reward": float(given)}
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             raise EnvFailed(f"the tests wrote {text[:100]!r} to {name}, which is no reward") from None
         if not rewards or not all(map(math.isfinite, rewards.values())):
             raise EnvFailed(f"the tests wrote {text[:100]!r} to {name}, which is no finite reward")
@@ -288,10 +292,13 @@ def read_rewards(folder: Path) -> dict[str, float]:
 
 
 def _read(path: Path) -> str | None:
-    """The end of a file that a sandboxed program has written: no link is followed."""
+    """The end of a file that a sandboxed program has written: no link is followed, no pipe read."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
         return None
     with os.fdopen(number, "rb") as file:
         file.seek(max(0, os.fstat(number).st_size - LARGEST_REWARD_BYTES))

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -55,8 +56,11 @@ class Recipe:
         text = (context / "Dockerfile").read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
         for line in _CONTINUED.sub(" ", "\n".join(lines)).splitlines():
-            if line.strip():
-                recipe._apply(line.strip(), context)
+            try:
+                if line.strip():
+                    recipe._apply(line.strip(), context)
+            except (ValueError, TypeError):
+                raise NeedsImage(f"its Dockerfile's line {line.strip()[:100]!r}, which can't be read") from None
         if task.workdir is not None:
             recipe._enter(task.workdir, "environment.workdir")
         if not recipe.workdirs:
@@ -87,7 +91,7 @@ class Recipe:
                 shutil.copy2(source, target)
 
     def _apply(self, line: str, context: Path) -> None:
-        """Raises: NeedsImage."""
+        """Raises: NeedsImage; ValueError or TypeError for an instruction that can't be read."""
         name, _, rest = line.partition(" ")
         name, rest = name.upper(), rest.strip()
         if name == "FROM" and (image := PLAIN_IMAGES.fullmatch(rest)) and not self.workdirs:
@@ -98,24 +102,28 @@ class Recipe:
         elif name == "ENV" and "$" not in rest:
             self._set(rest)
         elif name in ("COPY", "ADD") and "$" not in rest:
-            self._copy(rest, line, context)
+            self._copy(rest, line, context, unpacks=name == "ADD")
         elif name not in IGNORED:
             raise NeedsImage(f"its Dockerfile's line {line[:100]!r}")
 
     def _set(self, rest: str) -> None:
         words = shlex.split(rest)
-        if "=" not in words[0]:  # the old form: one variable, and its value without quotes
+        if not words or "=" not in words[0]:  # the old form: one variable, and its value without quotes
             name, _, value = rest.partition(" ")
+            if not value:
+                raise ValueError("ENV without a value")
             words = [f"{name}={value.strip()}"]
         self.environment |= dict(word.split("=", 1) for word in words)
 
     def _enter(self, folder: str, line: str) -> None:
         self.workdirs.append(self._inside(PurePosixPath(self.workdir, folder.strip("\"'")), line))
 
-    def _copy(self, rest: str, line: str, context: Path) -> None:
+    def _copy(self, rest: str, line: str, context: Path, *, unpacks: bool) -> None:
         *sources, target = _words(rest, line)
         base = PurePosixPath(self.workdir, target)
         found = [path for source in sources for path in _found(source, line, context)]
+        if unpacks and any(path.is_file() and tarfile.is_tarfile(path) for path in found):
+            raise NeedsImage(f"its Dockerfile's line {line[:100]!r}, which unpacks an archive")
         into = target.endswith(("/", "/.")) or target == "." or len(found) > 1 or base in self.workdirs
         for path in found:
             destination = base / path.name if into and path.is_file() else base
@@ -130,13 +138,15 @@ class Recipe:
 
 def _words(rest: str, line: str) -> list[str]:
     words: list[str] = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    if not all(isinstance(word, str) for word in words):
+        raise TypeError("a list of files has texts")
     if len(words) < 2 or any(word.startswith(("-", "<<")) or "://" in word for word in words):
         raise NeedsImage(f"its Dockerfile's line {line[:100]!r}")
     return words
 
 
 def _found(source: str, line: str, context: Path) -> Sequence[Path]:
-    found = [context] if source in (".", "./") else sorted(context.glob(source.strip("/")))
+    found = [context] if source in (".", "./", "/") else sorted(context.glob(source.strip("/")))
     root = context.resolve()
     if not found or not all(path.resolve().is_relative_to(root) for path in found):
         raise NeedsImage(f"its Dockerfile's line {line[:100]!r}: there is no {source}")

@@ -4,8 +4,11 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import sys
+import tarfile
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -147,6 +150,8 @@ def test_task_is_read_as_harbor_has_it(copy: Any, monkeypatch: pytest.MonkeyPatc
         ({"task.toml": "[environment]\nnetwork_mode = 'allowlist'"}, "allowlist"),
         ({"task.toml": "[environment]\nos = 'windows'"}, "linux"),
         ({"task.toml": "[environment]\nmemory_mb = 'much'"}, "much"),
+        ({"task.toml": "[environment]\nmemory = '2048'"}, "2048"),
+        ({"task.toml": "[environment]\nworkdir = 3"}, "workdir"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "shared"),
         ({"task.toml": "[verifier]\nenv = { A = '${NO_SUCH_VARIABLE}' }"}, "NO_SUCH_VARIABLE"),
         ({"environment/docker-compose.yaml": "services: {}"}, "docker-compose"),
@@ -177,10 +182,19 @@ def test_unusable_task_is_named(copy: Any, files: dict[str, str | None], shown: 
         ("FROM debian:12\nENV A=$PATH\nWORKDIR /app", "ENV"),
         ("FROM debian:12\nWORKDIR /app\nUSER agent", "USER"),
         ("FROM debian:12", "WORKDIR"),
+        ("FROM debian:12\nWORKDIR /app\nADD *.tar.gz /app/", "archive"),
+        ("FROM debian:12\nWORKDIR /app\nCOPY [Dockerfile, /app/]", "read"),
+        ("FROM debian:12\nWORKDIR /app\nCOPY [1, 2]", "read"),
+        ("FROM debian:12\nWORKDIR /app\nCOPY 'Dockerfile /app/", "read"),
+        ("FROM debian:12\nWORKDIR /app\nENV", "read"),
+        ("FROM debian:12\nWORKDIR /app\nENV A", "read"),
+        ("FROM debian:12\nWORKDIR /app\nENV A=1 B", "read"),
     ],
 )  # fmt: skip
 def test_other_dockerfiles_need_their_image(copy: Any, dockerfile: str, shown: str) -> None:
     folder = copy(**{"environment/Dockerfile": dockerfile})
+    with tarfile.open(folder / "environment" / "files.tar.gz", "w:gz") as archive:
+        archive.add(folder / "instruction.md", "instruction.md")
     with pytest.raises(NeedsImage, match=shown):
         Recipe.of(HarborTask.read(folder))
     with pytest.raises(ConfigError, match="task task"):
@@ -241,6 +255,9 @@ async def test_solution_gives_1_and_nothing_0(name: str, runtime: str) -> None:
         ("echo '{}' > /logs/verifier/reward.json", "{}"),
         ('echo \'{"a": "b"}\' > /logs/verifier/reward.json', "b"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "neither"),
+        ("mkfifo /logs/verifier/reward.txt; mkdir /logs/verifier/reward.json", "neither"),
+        ("printf 1%0400d > /logs/verifier/reward.json", "no reward"),
+        ("head -c 60000 /dev/zero | tr '\\\\0' '[' > /logs/verifier/reward.json", "no reward"),
         ("sleep 600", "within 1 s"),
     ],
 )
@@ -275,6 +292,43 @@ async def test_agent_can_prepare_no_reward(copy: Any) -> None:
         assert printed.decode().endswith("none\n")
         with pytest.raises(EnvFailed, match="neither"):
             await place.rewards()
+
+
+async def test_processes_of_the_agent_end_with_its_commands(copy: Any) -> None:
+    test = """#!/bin/sh
+    ls /proc | grep -c '^[0-9]' > /logs/verifier/processes
+    sleep 2
+    [ ! -e /app/late ] && echo 0 > /logs/verifier/reward.txt
+    """
+    catalog = Catalog("sandbox")
+    (task,) = catalog.read(str(copy(**{"tests/test.sh": test})))
+    forge = "while :; do touch /app/late; for f in /logs /app /tmp; do echo 1 > $f/verifier/reward.txt; done; done"
+    left = f"touch /app/done; setsid nohup sh -c 'sleep 1; {forge}' > /dev/null 2>&1 & setsid sh -c '{forge}' &"
+    async with catalog.place(task) as place:
+        process = await asyncio.create_subprocess_exec(
+            place.shell, "sh", "-c", f"({left}) 2> /dev/null; rm -f /app/late"
+        )
+        assert await process.wait() == 0
+        await asyncio.to_thread(subprocess.run, [place.shell, "rm", "-f", "/app/late"], check=True)
+        assert await place.rewards() == {"reward": 0.0}
+
+
+@pytest.mark.usefixtures("no_folder_is_left")
+async def test_cancelled_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, make = threading.Event(), threading.Event(), Recipe.make
+
+    def waiting(recipe: Recipe, root: Path) -> None:
+        begun.set()
+        go_on.wait(60)
+        make(recipe, root)
+
+    monkeypatch.setattr(Recipe, "make", waiting)
+    starting = asyncio.create_task(scored(TASKS / "hello"))
+    assert await asyncio.to_thread(begun.wait, 60)
+    starting.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

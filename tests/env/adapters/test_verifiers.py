@@ -14,6 +14,7 @@ from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.adapters.verifiers import Verifiers
+from slipstream.env.base import EnvFailed
 from slipstream.env.registry import build_env
 from slipstream.models.tiny import CALLS, build_model
 from slipstream.models.tokenizer import Tokenizer
@@ -155,6 +156,34 @@ def test_unusable_options_are_refused(wrong: dict[str, Any]) -> None:
     given = {"environment": "no_such_environment", "python": sys.executable, **wrong}
     with pytest.raises(ConfigError):
         build_env(EnvConfig(name="verifiers", options=given))
+
+
+FOREIGN = """#!/usr/bin/env python3
+import json, sys, time
+print("Welcome!"), print("[]"), print("{}")
+print(json.dumps({"result": {"sizes": {"train": 1, "eval": 0}, "fingerprint": "1"}}), flush=True)
+if PLACE.exists():
+    for line in sys.stdin:
+        result = {"prompt": "p", "reference": "r", "info": {}}
+        print(json.dumps({"id": json.loads(line).get("id", -1), "result": result}), flush=True)
+PLACE.touch()
+time.sleep(600)
+"""
+
+
+def test_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(FOREIGN.replace("PLACE", f"__import__('pathlib').Path({str(tmp_path / 'started')!r})"))
+    python.chmod(0o755)
+    env = Verifiers("some", str(python))
+    try:
+        monkeypatch.setattr("slipstream.env.adapters.verifiers.TASK_S", 1.0)
+        with pytest.raises(EnvFailed, match="no task within 1 s"):
+            env.task("train", 0)
+        monkeypatch.undo()
+        assert env.task("train", 0).prompt == "p"
+    finally:
+        env.close()
 
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "'
