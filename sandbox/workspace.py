@@ -108,7 +108,9 @@ class Workspace:
         return command
 
     def _view(self, writable: Mapping[str, Path]) -> list[str]:
-        command = [str(self._bwrap), "--unshare-all", "--die-with-parent", "--new-session", "--uid", "0", "--gid", "0"]
+        # As process 1: bubblewrap's own shows the environment of its caller, an agent with its keys.
+        command = [str(self._bwrap), "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
+        command += ["--uid", "0", "--gid", "0"]
         command += [
             "--seccomp",
             str(_FILTER),

@@ -20,6 +20,8 @@ def main() -> None:
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(arguments.teacher)
     layers = model.model.layers
+    if not 0 <= arguments.first < arguments.end <= len(layers):
+        parser.error(f"FIRST and END must be a part of the layers 0 to {len(layers)}")
     del layers[arguments.first : arguments.end]
     model.config.num_hidden_layers = len(layers)
     model.save_pretrained(arguments.student)
