@@ -104,6 +104,8 @@ class Session:
         failure: why no engine answers any more.
         ended, failed, rewarded: set with `state`, `failure` and the first reward.
         opened: True if an agent from outside has it.
+        moved: True once another server goes on with it, or this one with a later ticket.
+        is_collected: True once its episode is over: later rewards would be lost.
         finished: how its agent has ended on an earlier server.
     """
 
@@ -142,7 +144,7 @@ class Session:
         self._inflight: set[asyncio.Task[Answer]] = set()
         self._record = record
         self._earlier: dict[bytes, list[Answer]] = {}
-        self.opened = False
+        self.opened = self.moved = self.is_collected = False
         self.finished: Ended | None = None
         self._resume(decode(record.kept))
 
@@ -228,7 +230,16 @@ class Session:
         except TimeoutError:
             raise CallRefused(f"not kept within {KEEP_S:g} s", status=503, code="not_kept") from None
         if outcome == VOID:
-            self.close(State.VOID)
+            self.move()
+            self._require_here()
+
+    def move(self) -> None:
+        """Ends a session whose ticket is another one by now."""
+        self.moved = True
+        self.close(State.VOID)
+
+    def _require_here(self) -> None:
+        if self.moved:
             raise CallRefused("another server goes on with the session", status=503, code="session_moved")
 
     async def open(self) -> None:
@@ -296,6 +307,7 @@ class Session:
             self.failed.set()
 
     def _require_open(self) -> None:
+        self._require_here()
         if self.state is not State.OPEN:
             raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
 
@@ -418,14 +430,19 @@ class Session:
 
         Raises: CallRefused for an answer or label that the session does not have, and once it is collected.
         """
-        if self.state in (State.FAILED, State.VOID):
-            raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
+        self._require_rewardable()
         if self._place(reward) is None:
             of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
             raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
         event = Rewarded(reward.value, dict(reward.parts), reward.completion_id, reward.agent, reward.more)
         await self._keep(encode(event))
+        self._require_rewardable()
         self._set_reward(reward)
+
+    def _require_rewardable(self) -> None:
+        self._require_here()
+        if self.state in (State.FAILED, State.VOID) or self.is_collected:
+            raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
 
     def _set_reward(self, reward: Reward) -> None:
         self._rewards[reward.completion_id, reward.agent] = reward

@@ -50,13 +50,19 @@ class Gateway:
     ) -> Iterator[Session]:
         """A session whose tokens `tally` counts, and whose steps `record` has; over at the end, whatever happened."""
         session = Session(self.policy, self._format, task, greedy=greedy, until=until, tally=tally, record=record)
+        earlier = self._sessions.get(session.id)
+        if earlier is not None:  # of a ticket that this server lost by its silence, and got again
+            earlier.move()
         self._sessions[session.id] = session
         try:
             yield session
         finally:
             session.close(State.VOID)
-            del self._sessions[session.id]
-            self._over.append(session.id)
+            session.is_collected = True
+            if self._sessions[session.id] is session:
+                del self._sessions[session.id]
+            if not session.moved:
+                self._over.append(session.id)
 
     def find(self, session_id: str) -> Session | None:
         """The session of an id, until its episode is collected."""
