@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -102,7 +102,7 @@ class Session:
         ignored: parameters that were not applied, counted by name.
         retries: calls that were answered from an earlier one.
         failure: why no engine answers any more.
-        ended, failed, rewarded: set with `state`, `failure` and the first reward.
+        ended, failed, taken, rewarded: set with `state`, `failure`, `opened` and the first reward.
         opened: True if an agent from outside has it.
         moved: True once another server goes on with it, or this one with a later ticket.
         is_collected: True once its episode is over: later rewards would be lost.
@@ -132,7 +132,8 @@ class Session:
         self.ignored = Counter[str]()
         self.retries = 0
         self.failure: EngineError | None = None
-        self.ended, self.failed, self.rewarded = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.ended, self.failed = asyncio.Event(), asyncio.Event()
+        self.taken, self.rewarded = asyncio.Event(), asyncio.Event()
         self._rewards: dict[tuple[str | None, str | None], Reward] = {}
         self._policy = policy
         self._format = format
@@ -234,18 +235,24 @@ class Session:
             self._require_here()
 
     def move(self) -> None:
-        """Ends a session whose ticket is another one by now."""
+        """Ends a session whose ticket is another one by now; none of its rewards comes here any more."""
         self.moved = True
         self.close(State.VOID)
+        self.rewarded.set()
 
     def _require_here(self) -> None:
         if self.moved:
             raise CallRefused("another server goes on with the session", status=503, code="session_moved")
 
     async def open(self) -> None:
-        """An agent from outside takes the session. Raises: CallRefused."""
-        self.opened = True
+        """Has it kept that an agent from outside takes the session. Raises: CallRefused."""
         await self._keep(encode(Opened(self.id, self.key)))
+
+    def hand_out(self) -> None:
+        """The agent gets the opened session."""
+        self.opened = True
+        self.begin()
+        self.taken.set()
 
     async def end(self, state: State, *, reward: AgentReward | None = None) -> None:
         """Ends the session, with the reward that its agent has returned. Raises: CallRefused."""
@@ -276,11 +283,18 @@ class Session:
         self._require_budget()
         self.ignored.update(call.ignored)
         answering = self._answer(call, digests, fingerprint, agent=agent, trainable=trainable)
-        task = asyncio.create_task(answering)
+        task = asyncio.create_task(self._unless_moved(answering))
         self._calls[fingerprint] = task
         self._inflight.add(task)
         task.add_done_callback(partial(self._end_call, fingerprint))
         return task
+
+    async def _unless_moved(self, answering: Awaitable[Answer]) -> Answer:
+        try:
+            return await answering
+        except asyncio.CancelledError:
+            self._require_here()  # the agent asks again, where the session is
+            raise
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

@@ -12,11 +12,13 @@ import pytest
 from slipstream.buffer.wire import messages as m
 from slipstream.env.base import AgentEndpoint
 from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed
+from slipstream.rollout_servers.rollouts.gateway import session as session_module
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.rollouts.record import TicketRecord
 from slipstream.rollout_servers.tally import Tally
 from tests.rollout_servers.rollouts.gateway.harness import (
     DEADLINE_S,
+    HELLO,
     AgentTask,
     Http,
     Recorder,
@@ -158,18 +160,48 @@ async def test_server_that_was_silent_goes_on_with_its_own_session(
 
 
 async def test_moved_session_may_come_back(model: Path, answers: Callable[..., Recorder]) -> None:
-    async with outside(model, answers("One", "Two")) as (player, http):
+    asked = asyncio.Event()
+
+    async def gate(number: int) -> None:
+        if number == 1:
+            asked.set()
+            await asyncio.Event().wait()
+
+    recorder = answers("One", "Two")
+    recorder.gate = gate
+    async with outside(model, recorder) as (player, http):
         kept = Kept()
         playing = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
         session = Http.of(await opened(http))
         (await session.chat()).raise_for_status()
+        calling = asyncio.create_task(session.chat())
+        await asyncio.wait_for(asked.wait(), DEADLINE_S)
         kept.outcome = "void"
-        response = await session.chat()
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "session_moved")
+        for response in (await session.ask("/reward", {"reward": 1.0}), await calling):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "session_moved")
         with pytest.raises(EpisodeFailed):
             await playing
         response = await session.chat()
         assert (response.status_code, response.headers["x-should-retry"]) == (404, "true")
+
+
+async def test_session_that_could_not_be_kept_is_offered_again(
+    model: Path, answers: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "KEEP_S", 0.1)
+    async with outside(model, answers("One")) as (player, http):
+        kept = Kept()
+        kept.waiting = []
+        playing = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
+        async with asyncio.timeout(DEADLINE_S):
+            while (response := await http.ask("/sessions", b"")).status_code == 429:
+                await asyncio.sleep(0.01)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_kept")
+        kept.waiting = None
+        session = Http.of(await opened(http))
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/reward", {"reward": 0.5}), ("/close", {})):
+            (await session.ask(path, body)).raise_for_status()
+        assert len((await playing).played.episodes) == 1
 
 
 async def test_reward_that_comes_too_late_is_refused(model: Path, answers: Callable[..., Recorder]) -> None:
