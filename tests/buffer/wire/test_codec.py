@@ -50,6 +50,13 @@ def test_round_trip(kind: type[m.Message], data: st.DataObject) -> None:
     assert decode(encode(sent), kind) == sent
 
 
+def test_counters_of_a_long_run_are_accepted() -> None:
+    many = 1 << 40
+    status = m.ServerStatus(tokens_generated=many, prompt_tokens=many, cached_tokens=many)
+    credits = m.Credits(capacity=1, status=status, held=[])
+    assert decode(encode(credits), m.ToService) == credits
+
+
 def test_every_message_has_golden_frame() -> None:
     assert sorted(type(example).__name__ for _, example in EXAMPLES.values()) == [kind.__name__ for kind in MESSAGES]
     assert list(EXAMPLES) == list(stored_frames())
