@@ -171,8 +171,9 @@ class Unacknowledged:
 class Outbox:
     """Bounded by the server's credits: a ticket keeps its credit until its group is acknowledged.
 
-    A window limits the bytes in flight, to at least one group: heartbeats queue behind them, and the network may be
-    slow. As in TCP's slow start (RFC 5681, section 3.1) it begins small and grows by what is acknowledged.
+    A window limits the bytes of groups in flight, to at least one group: heartbeats queue behind them, and the network
+    may be slow. As in TCP's slow start (RFC 5681, section 3.1) it begins small and grows by what is acknowledged.
+    Events have MOST_WINDOW_BYTES of their own: agents wait for them, and a steady stream of them must not delay groups.
 
     An overdue message may be lost, or wait in the socket's queue, where copies would pile up. The reply to a hello
     decides: the buffer handles messages in order, so what was sent before that hello and is unacknowledged is lost.
@@ -226,11 +227,11 @@ class Outbox:
             item = self._inflight.pop(group_id, None) or self._waiting.pop(group_id, None)
             if item is None:
                 continue
-            first_sent_at = min(first_sent_at, item.sent_at)
             if item.kept is not None:
                 if not item.kept.done():
                     item.kept.set_result(outcome)
                 continue
+            first_sent_at = min(first_sent_at, item.sent_at)
             if outcome == m.AGAIN:
                 self._waiting[group_id] = item
                 continue
@@ -239,10 +240,11 @@ class Outbox:
                 void.append(group_id)
         if void:
             log.warning("groups refused: their tickets were void", groups=void)
-        took_s = _now() - first_sent_at
-        if was_alone or before_bytes <= LEAST_WINDOW_BYTES:
-            self._shortest_ack_s = max(0.0, took_s)
-        self._fit_window(before_bytes, took_s=took_s)
+        if first_sent_at < math.inf:
+            took_s = _now() - first_sent_at
+            if was_alone or before_bytes <= LEAST_WINDOW_BYTES:
+                self._shortest_ack_s = max(0.0, took_s)
+            self._fit_window(before_bytes, took_s=took_s)
         self._wake.set()
         return dropped
 
@@ -275,7 +277,7 @@ class Outbox:
 
     @property
     def _inflight_bytes(self) -> int:
-        return sum(len(item.frame) for item in self._inflight.values())
+        return sum(len(item.frame) for item in self._inflight.values() if item.kept is None)
 
     def _fit_window(self, before_bytes: int, *, took_s: float) -> None:
         """Adapts the window to an acknowledgement that came after `took_s`, with `before_bytes` in flight before it."""
@@ -289,15 +291,22 @@ class Outbox:
         self._wake.set()
 
     def _next(self) -> list[str]:
-        """Ids that may be sent now as one message: one failure, or groups within the window."""
+        """Ids that may be sent now as one message: one failure or event, or groups within the window."""
+        events_bytes = sum(len(item.frame) for item in self._inflight.values() if item.kept is not None)
+        has_room = True
         for group_id, item in self._waiting.items():
-            if not item.is_group:
+            if item.kept is not None:
+                has_room = has_room and events_bytes + len(item.frame) <= MOST_WINDOW_BYTES  # in their order
+            if not item.is_group and (item.kept is None or has_room):
                 return [group_id]
         ids = list[str]()
         room_bytes = self._window_bytes - self._inflight_bytes
+        is_idle = all(item.kept is not None for item in self._inflight.values())
         for group_id, item in self._waiting.items():
+            if not item.is_group:
+                continue
             room_bytes -= len(item.frame)
-            is_first = not ids and not self._inflight
+            is_first = not ids and is_idle
             if len(ids) == GROUPS_PER_MESSAGE or (room_bytes < 0 and not is_first):
                 break
             ids.append(group_id)

@@ -45,7 +45,7 @@ STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
 """Storing blocks Redis; a single group may be larger."""
 EXPORTED_AT_ONCE = 1000
-MOST_EVENT_BYTES = 32 << 20
+MOST_TICKET_EVENT_BYTES = 32 << 20
 """Of the events that are kept for a ticket; a server takes messages of twice as much."""
 LATEST_REPORTS = 4
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
@@ -153,7 +153,9 @@ class Ledger:
                 for server, kept in some
             ]
             contents = [msgspec.msgpack.encode(kept.event) for _, kept in some]
-            answer = await self.scripts.call("keep_events", *contents, events=described, most_bytes=MOST_EVENT_BYTES)
+            answer = await self.scripts.call(
+                "keep_events", *contents, events=described, most_bytes=MOST_TICKET_EVENT_BYTES
+            )
             outcomes += [outcome.decode() for outcome in answer]
         return outcomes
 

@@ -1,6 +1,7 @@
 """Encoding and decoding of msgpack frames: typed, named fields, a schema version, FrameError for invalid frames."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any
 
 import msgspec
@@ -171,6 +172,8 @@ def _rewards(trajectory: Trajectory) -> Iterator[tuple[str, float]]:
     yield from trajectory.scores.items()
     for span in trajectory.rewards:
         yield "reward of a turn", span.value
+    for agent in trajectory.agents:
+        yield "reward of an agent", agent.reward
 
 
 def _invalid_reward(where: str, name: str, value: float) -> InvalidRewardError:
@@ -186,6 +189,9 @@ def trajectory_problem(trajectory: Trajectory) -> str | None:
         return f"a version span outside its {tokens} tokens"
     if not all(span.end <= tokens for span in trajectory.rewards):
         return f"a reward span outside its {tokens} tokens"
+    ends = [span.end for span in trajectory.agents]
+    if any(before >= end for before, end in pairwise([*ends, tokens + 1])):
+        return f"agent spans out of order, or outside its {tokens} tokens"
     if trajectory.kept_tokens is not None and (problem := _kept_problem(trajectory, trajectory.kept_tokens)):
         return problem
     return _teacher_problem(trajectory)

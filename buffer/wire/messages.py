@@ -276,9 +276,9 @@ class ServerStatus(Record, frozen=True):
     """Restarts of its engine."""
     requests_restarted: int = 0
     """Requests that restarted at their first token after a crash of the engine."""
-    prompt_tokens: Count = 0
+    prompt_tokens: int = 0
     """Tokens of the prompts of its answers, those of earlier turns included."""
-    cached_tokens: Count = 0
+    cached_tokens: int = 0
     """Those of them that its engine had in its KV cache."""
     kv_cache_use: float | None = None
     """Used share of the engine's KV cache, from 0 to 1; None, as the next two: the engine has not reported it."""

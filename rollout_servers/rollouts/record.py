@@ -61,15 +61,13 @@ class EpisodeRecord:
 
     Attributes:
         kept: of an earlier server, in order.
+        places: number of those that are taken, by events of another release, too.
     """
 
     ticket: "TicketRecord"
     episode: int
     kept: Sequence[m.EpisodeEvent] = ()
-    _places: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._places = 1 + max((event.place for event in self.kept), default=-1)
+    places: int = 0
 
     @property
     def kept_tokens(self) -> int:
@@ -81,8 +79,8 @@ class EpisodeRecord:
 
         A step of more than `MOST_EVENT_BYTES` is not kept (`full`).
         """
-        keep, place = self.ticket.keep, self._places
-        self._places += 1
+        keep, place = self.ticket.keep, self.places
+        self.places += 1
         if keep is None or len(content) > m.MOST_EVENT_BYTES or place >= m.MOST_EVENTS:
             skipped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             skipped.set_result("full")
@@ -107,5 +105,6 @@ class TicketRecord:
 
     def episode(self, number: int) -> EpisodeRecord:
         """The steps of an episode, but for those of another release."""
-        mine = [event for event in self.events if event.episode == number and event.v == m.SCHEMA_VERSION]
-        return EpisodeRecord(self, number, mine)
+        events = [event for event in self.events if event.episode == number]
+        places = 1 + max((event.place for event in events), default=-1)
+        return EpisodeRecord(self, number, [event for event in events if event.v == m.SCHEMA_VERSION], places)

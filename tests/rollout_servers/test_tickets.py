@@ -276,3 +276,22 @@ async def test_events_are_sent_until_they_are_kept(wire: Wire) -> None:
     assert wire.outbox.acknowledge({"a/1/2": "kept"}) == []
     assert await kept == "kept"
     assert wire.outbox.acknowledge({"a/1/2": "kept", "a": "ready"}) == ["a"]
+
+
+async def test_events_in_flight_delay_no_group(wire: Wire) -> None:
+    def keep(place: int, content: bytes = b"turn") -> None:
+        event = m.EpisodeEvent(episode=0, place=place, tokens=3, content=content)
+        wire.outbox.keep(m.KeepEvent(id="a", env="digits", event=event))
+
+    keep(0)
+    wire.deliver("large", large=True)
+    assert [await wire.next(), await wire.next()] == [["a/0/0"], ["large"]]
+    large = bytes(m.MOST_EVENT_BYTES)
+    for place in range(1, 6):
+        keep(place, large)
+    keep(6)
+    wire.fail("f")
+    assert [await wire.next() for _ in range(4)] == [[f"a/0/{place}"] for place in range(1, 4)] + [["f"]]
+    await wire.nothing_more()
+    wire.acknowledge(["a/0/1"])
+    assert await wire.next() == ["a/0/4"]

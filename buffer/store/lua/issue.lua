@@ -30,10 +30,11 @@ end
 -- Moves the events of a reissued ticket to the new one; returns their fields of its record, and their number.
 local function take_over(before, id)
   if not before or redis.call('EXISTS', key('events:' .. before)) == 0 then return {}, 0, 0 end
-  local known = redis.call('HMGET', key('about:' .. before), 'event_tokens', 'event_bytes')
+  local known = redis.call('HMGET', key('about:' .. before), 'event_tokens', 'event_bytes', 'env')
   redis.call('RENAME', key('events:' .. before), key('events:' .. id))
   local tokens = known[1] or 0
-  return {'event_tokens', tokens, 'event_bytes', known[2] or 0}, tonumber(tokens), redis.call('HLEN', key('events:' .. id))
+  local facts = {'event_tokens', tokens, 'event_bytes', known[2] or 0, 'env', known[3] or ''}
+  return facts, tonumber(tokens), redis.call('HLEN', key('events:' .. id))
 end
 
 local function issue(index, server, tickets, version)

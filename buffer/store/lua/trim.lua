@@ -13,6 +13,8 @@ for _, state in ipairs({'durable', 'filtered', 'expired', 'reissued'}) do
       if age_s <= 0 or time - tonumber(over_at) <= age_s then break end
     end
     if state == 'durable' and args.until_exported and not field_of(id, 'exported') then break end
+    -- The record goes to the next ticket, with the events (issue.lua).
+    if state == 'reissued' and redis.call('EXISTS', key('events:' .. id)) == 1 then break end
     if state == 'durable' then last = tonumber(score) end
     ids[#ids + 1] = id
     surplus = surplus - 1

@@ -183,7 +183,16 @@ class GatewayApp:
         session = self._gateway.take()
         if session is None:
             raise CallRefused("no ticket waits for an agent; ask again", status=429, code="admission_closed")
-        await session.open()
+        try:
+            await session.open()
+            if request.state.cycle.disconnected:
+                raise ClientDisconnect
+        except (CallRefused, ClientDisconnect):
+            self._gateway.offer_again(session)
+            raise
+        if session.state is not State.OPEN:
+            raise CallRefused("the ticket's time is over; ask again", status=429, code="admission_closed")
+        session.hand_out()
         url, task = self._gateway.session_url(session), session.task
         left_s = session.until - asyncio.get_running_loop().time()
         return _json(

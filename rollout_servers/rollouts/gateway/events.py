@@ -1,5 +1,6 @@
 """The steps of a session that the buffer keeps, from which another server goes on."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class Image(msgspec.Struct, frozen=True):
 
 
 class Called(msgspec.Struct, frozen=True, tag=True):
-    """An answered call; see `Node` and `Answer`."""
+    """An answered call; see `Node` and `Answer`. Messages are JSON: msgpack has no integers of more than 64 bits."""
 
     id: str
     parent: str | None
@@ -39,8 +40,8 @@ class Called(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
     context: bytes
     completion: record.Answer
-    messages: list[dict[str, Any]]
-    message: dict[str, Any]
+    messages: bytes
+    message: bytes
     agent: str
     trainable: bool
     reasoning: str
@@ -57,8 +58,8 @@ class Called(msgspec.Struct, frozen=True, tag=True):
             digest=node.digest,
             context=np.asarray(node.context, dtype=m.TOKEN_DTYPE).tobytes(),
             completion=record.Answer.of(node.completion),
-            messages=[dict(message) for message in node.messages],
-            message=dict(node.answer),
+            messages=msgspec.json.encode(node.messages),
+            message=msgspec.json.encode(node.answer),
             agent=node.agent,
             trainable=node.trainable,
             reasoning=reasoning,
@@ -77,8 +78,8 @@ class Called(msgspec.Struct, frozen=True, tag=True):
             digest=self.digest,
             context=np.frombuffer(self.context, dtype=m.TOKEN_DTYPE).tolist(),
             completion=self.completion.completion(),
-            messages=self.messages,
-            answer=self.message,
+            messages=_messages(self.messages),
+            answer=msgspec.json.decode(self.message),
             agent=self.agent,
             trainable=self.trainable,
             images=[
@@ -86,6 +87,16 @@ class Called(msgspec.Struct, frozen=True, tag=True):
                 for each in self.images
             ],
         )
+
+
+def _messages(encoded: bytes) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = msgspec.json.decode(encoded)
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            for part in message["content"]:
+                if part["type"] == "image":
+                    part["image"] = base64.b64decode(part["image"])
+    return messages
 
 
 class Rewarded(msgspec.Struct, frozen=True, tag=True):

@@ -66,6 +66,7 @@ class AgentRollout:
                 _require_not_given_up(session)
                 if reward is None and self._env.needs_reward and not session.rewarded.is_set():
                     await self._posted_reward(session, until)
+                    _require_not_given_up(session)
             finally:
                 session.close(State.DONE)
                 await session.settle()
@@ -189,7 +190,9 @@ async def _ended(session: Session) -> None:
 
 
 def _require_not_given_up(session: Session) -> None:
-    """Raises: EpisodeFailed for a session that its agent has closed as failed or void."""
+    """Raises: EpisodeFailed for a session that its agent has closed as failed or void, or that is another server's."""
+    if session.moved:
+        raise EpisodeFailed("session_void", "another server goes on with the session")
     if session.state is State.FAILED:
         raise EpisodeFailed("agent_error", "the agent closed its session as failed")
     if session.state is State.VOID:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -102,8 +102,10 @@ class Session:
         ignored: parameters that were not applied, counted by name.
         retries: calls that were answered from an earlier one.
         failure: why no engine answers any more.
-        ended, failed, rewarded: set with `state`, `failure` and the first reward.
+        ended, failed, taken, rewarded: set with `state`, `failure`, `opened` and the first reward.
         opened: True if an agent from outside has it.
+        moved: True once another server goes on with it, or this one with a later ticket.
+        is_collected: True once its episode is over: later rewards would be lost.
         finished: how its agent has ended on an earlier server.
     """
 
@@ -130,7 +132,8 @@ class Session:
         self.ignored = Counter[str]()
         self.retries = 0
         self.failure: EngineError | None = None
-        self.ended, self.failed, self.rewarded = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.ended, self.failed = asyncio.Event(), asyncio.Event()
+        self.taken, self.rewarded = asyncio.Event(), asyncio.Event()
         self._rewards: dict[tuple[str | None, str | None], Reward] = {}
         self._policy = policy
         self._format = format
@@ -142,7 +145,7 @@ class Session:
         self._inflight: set[asyncio.Task[Answer]] = set()
         self._record = record
         self._earlier: dict[bytes, list[Answer]] = {}
-        self.opened = False
+        self.opened = self.moved = self.is_collected = False
         self.finished: Ended | None = None
         self._resume(decode(record.kept))
 
@@ -228,13 +231,28 @@ class Session:
         except TimeoutError:
             raise CallRefused(f"not kept within {KEEP_S:g} s", status=503, code="not_kept") from None
         if outcome == VOID:
-            self.close(State.VOID)
+            self.move()
+            self._require_here()
+
+    def move(self) -> None:
+        """Ends a session whose ticket is another one by now; none of its rewards comes here any more."""
+        self.moved = True
+        self.close(State.VOID)
+        self.rewarded.set()
+
+    def _require_here(self) -> None:
+        if self.moved:
             raise CallRefused("another server goes on with the session", status=503, code="session_moved")
 
     async def open(self) -> None:
-        """An agent from outside takes the session. Raises: CallRefused."""
-        self.opened = True
+        """Has it kept that an agent from outside takes the session. Raises: CallRefused."""
         await self._keep(encode(Opened(self.id, self.key)))
+
+    def hand_out(self) -> None:
+        """The agent gets the opened session."""
+        self.opened = True
+        self.begin()
+        self.taken.set()
 
     async def end(self, state: State, *, reward: AgentReward | None = None) -> None:
         """Ends the session, with the reward that its agent has returned. Raises: CallRefused."""
@@ -265,11 +283,18 @@ class Session:
         self._require_budget()
         self.ignored.update(call.ignored)
         answering = self._answer(call, digests, fingerprint, agent=agent, trainable=trainable)
-        task = asyncio.create_task(answering)
+        task = asyncio.create_task(self._unless_moved(answering))
         self._calls[fingerprint] = task
         self._inflight.add(task)
         task.add_done_callback(partial(self._end_call, fingerprint))
         return task
+
+    async def _unless_moved(self, answering: Awaitable[Answer]) -> Answer:
+        try:
+            return await answering
+        except asyncio.CancelledError:
+            self._require_here()  # the agent asks again, where the session is
+            raise
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -296,6 +321,7 @@ class Session:
             self.failed.set()
 
     def _require_open(self) -> None:
+        self._require_here()
         if self.state is not State.OPEN:
             raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
 
@@ -418,14 +444,19 @@ class Session:
 
         Raises: CallRefused for an answer or label that the session does not have, and once it is collected.
         """
-        if self.state in (State.FAILED, State.VOID):
-            raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
+        self._require_rewardable()
         if self._place(reward) is None:
             of = f" of {reward.completion_id or reward.agent!r}" if reward.completion_id or reward.agent else " yet"
             raise CallRefused(f"the session has no answer{of}", status=404, code="unknown_completion")
         event = Rewarded(reward.value, dict(reward.parts), reward.completion_id, reward.agent, reward.more)
         await self._keep(encode(event))
+        self._require_rewardable()
         self._set_reward(reward)
+
+    def _require_rewardable(self) -> None:
+        self._require_here()
+        if self.state in (State.FAILED, State.VOID) or self.is_collected:
+            raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
 
     def _set_reward(self, reward: Reward) -> None:
         self._rewards[reward.completion_id, reward.agent] = reward

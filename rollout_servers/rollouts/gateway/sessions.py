@@ -1,6 +1,5 @@
 """The sessions of a rollout server, and the offers of its tickets to agents that come from outside."""
 
-import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ class Gateway:
         self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
         self._sessions: dict[str, Session] = {}
         self._over = deque[str](maxlen=OVER_KEPT)
-        self._offers: dict[Session, asyncio.Event] = {}
+        self._offers = deque[Session]()
 
     @contextmanager
     def session(
@@ -50,13 +49,19 @@ class Gateway:
     ) -> Iterator[Session]:
         """A session whose tokens `tally` counts, and whose steps `record` has; over at the end, whatever happened."""
         session = Session(self.policy, self._format, task, greedy=greedy, until=until, tally=tally, record=record)
+        earlier = self._sessions.get(session.id)
+        if earlier is not None:  # of a ticket that this server lost by its silence, and got again
+            earlier.move()
         self._sessions[session.id] = session
         try:
             yield session
         finally:
             session.close(State.VOID)
-            del self._sessions[session.id]
-            self._over.append(session.id)
+            session.is_collected = True
+            if self._sessions[session.id] is session:
+                del self._sessions[session.id]
+            if not session.moved:
+                self._over.append(session.id)
 
     def find(self, session_id: str) -> Session | None:
         """The session of an id, until its episode is collected."""
@@ -68,19 +73,21 @@ class Gateway:
 
     async def offer(self, session: Session) -> None:
         """Returns once an agent from outside has taken the session."""
-        taken = self._offers[session] = asyncio.Event()
+        self._offers.append(session)
         try:
-            await taken.wait()
+            await session.taken.wait()
         finally:
-            self._offers.pop(session, None)
+            if session in self._offers:
+                self._offers.remove(session)
 
     def take(self) -> Session | None:
         """The oldest session that is offered; None while there is no ticket to play."""
-        session = next(iter(self._offers), None)
-        if session is not None:
-            self._offers.pop(session).set()
-            session.begin()
-        return session
+        return self._offers.popleft() if self._offers else None
+
+    def offer_again(self, session: Session) -> None:
+        """Offers a session whose agent did not get it, unless it is over."""
+        if session.state is State.OPEN:
+            self._offers.appendleft(session)
 
     def readings(self) -> Iterator[Reading]:
         """Metrics for Prometheus; read in another thread."""

@@ -7,7 +7,7 @@ from slipstream.buffer.store.account import Tokens, account
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, Origin, TicketRequest
 from slipstream.buffer.wire import messages as m
-from tests.buffer.ledger import AT_ONCE_S, ENV, TRAIN_TASKS, deliver, fail, group, heartbeat, issue, sweep
+from tests.buffer.ledger import AT_ONCE_S, ENV, TRAIN_TASKS, deliver, fail, group, heartbeat, issue, sweep, trim
 
 
 async def keep(store: Ledger, id: str, *, place: int = 0, episode: int = 0, tokens: int = 4, server: str = "r0") -> str:
@@ -38,7 +38,7 @@ async def test_events_are_kept_once_and_for_the_holder_of_a_ticket(
     assert await keep(store, task.id, episode=1) == await keep(store, task.id) == await keep(store, task.id) == "kept"
     assert [event.episode for event in await store.events(task.id)] == [0, 1]
     assert await keep(store, task.id, place=1, server="r1") == await keep(store, "99") == "void"
-    monkeypatch.setattr(ledger_module, "MOST_EVENT_BYTES", 100)
+    monkeypatch.setattr(ledger_module, "MOST_TICKET_EVENT_BYTES", 100)
     assert await keep(store, task.id, place=1) == "full"
 
 
@@ -92,6 +92,22 @@ async def test_events_move_on_with_each_server(store: Ledger) -> None:
     assert await store.deliver([delivered]) == ["ready"]
     found = await total(store)
     assert (found.generated, found.taken_over, found.lost, found.ready) == (9, 11, {"resumed": 11}, 9)
+
+
+async def test_events_move_on_from_a_server_without_a_report(store: Ledger) -> None:
+    (task,) = await issue(store, 1)
+    await keep(store, task.id)
+    await store.leave("r0", "first")
+    await trim(store, keep=0, max_age_s=None, until_exported=False)
+    await resume(store, "r1")
+    await store.leave("r1", "first")
+    (third,) = await resume(store, "r2")
+    assert third.events == 1
+    assert await store.deliver([group(third.id, length=9, server="r2")]) == ["ready"]
+    assert await store.verify() == []
+    found = await account(store.scripts)
+    assert {row.env for row in found.rows} == {ENV}
+    assert (found.total.generated, found.total.taken_over, found.total.ready) == (9, 8, 9)
 
 
 async def test_events_end_with_their_ticket(store: Ledger) -> None:

@@ -50,6 +50,13 @@ def test_round_trip(kind: type[m.Message], data: st.DataObject) -> None:
     assert decode(encode(sent), kind) == sent
 
 
+def test_counters_of_a_long_run_are_accepted() -> None:
+    many = 1 << 40
+    status = m.ServerStatus(tokens_generated=many, prompt_tokens=many, cached_tokens=many)
+    credits = m.Credits(capacity=1, status=status, held=[])
+    assert decode(encode(credits), m.ToService) == credits
+
+
 def test_every_message_has_golden_frame() -> None:
     assert sorted(type(example).__name__ for _, example in EXAMPLES.values()) == [kind.__name__ for kind in MESSAGES]
     assert list(EXAMPLES) == list(stored_frames())
@@ -184,6 +191,10 @@ def changed(**fields: Any) -> Change:
     return lambda one: msgspec.structs.replace(one, **fields)
 
 
+def agents(*spans: tuple[int, float]) -> Change:
+    return changed(agents=[m.AgentSpan(end=end, agent="main", reward=reward) for end, reward in spans])
+
+
 def kept(counts: list[int], ids: list[int]) -> Change:
     """The tokens 0, 1, 2, 3, the last two of them actions, with these to choose from."""
     of_ids, of_counts, tokens = (np.array(each, dtype=m.TOKEN_DTYPE).tobytes() for each in (ids, counts, range(4)))
@@ -219,6 +230,8 @@ def test_tokens_to_choose_from_keep_their_places() -> None:
         (changed(reward=1.1e8), "reward"), (changed(scores={"unweighted": float("inf")}), "unweighted"),
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
         (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"), (changed(episode=0), "scores"),
+        (agents((5, 0.0)), "agent spans"), (agents((3, 0.0), (3, 0.0)), "agent spans"),
+        (agents((4, float("nan"))), "reward of an agent"),
         (changed(images=["aa"]), "image aa"), (kept([0, 0, 1], [9]), "choose from"),
         (kept([0, 0, 1, 1], [9]), "choose from"), (kept([0, 0, -1, 2], [9]), "choose from"),
         (kept([0, 0, 2, 0], [9, 8]), "none of those"), (kept([0, 1, 0, 0], [1]), "none of those"),

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from slipstream.buffer.wire import messages as m
 from slipstream.env.base import AgentEndpoint
 from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed
+from slipstream.rollout_servers.rollouts.gateway import session as session_module
 from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.rollouts.record import TicketRecord
 from slipstream.rollout_servers.tally import Tally
 from tests.rollout_servers.rollouts.gateway.harness import (
     DEADLINE_S,
+    HELLO,
     AgentTask,
     Http,
     Recorder,
@@ -110,3 +114,120 @@ async def test_session_that_nobody_took_is_silent(model: Path, answers: Callable
         with pytest.raises(EpisodeFailed) as caught:
             await playing
         assert caught.value.reason == SILENT
+
+
+class Kept:
+    """Keeps events as the buffer does, with this outcome."""
+
+    def __init__(self) -> None:
+        self.outcome = "kept"
+        self.events = list[m.EpisodeEvent]()
+        self.waiting: list[asyncio.Future[str]] | None = None
+        """Of events that are not acknowledged, if these shall wait."""
+
+    def __call__(self, event: m.KeepEvent) -> asyncio.Future[str]:
+        kept: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if self.waiting is not None:
+            self.waiting.append(kept)
+            return kept
+        if self.outcome == "kept":
+            self.events.append(event.event)
+        kept.set_result(self.outcome)
+        return kept
+
+
+async def test_server_that_was_silent_goes_on_with_its_own_session(
+    model: Path, answers: Callable[..., Recorder]
+) -> None:
+    async with outside(model, answers("One", "Two")) as (player, http):
+        kept, later = Kept(), Kept()
+        first = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
+        session = Http.of(await opened(http))
+        (await session.chat()).raise_for_status()
+        tally = Tally(taken_over=sum(event.tokens for event in kept.events))
+        record = TicketRecord("2", tally, later, kept.events)
+        second = asyncio.create_task(player.generate("train", 0, samples=1, tally=tally, record=record))
+        with pytest.raises(EpisodeFailed) as caught:
+            await first
+        assert caught.value.reason == "session_void"
+        shown = (await session.ask("")).json()
+        assert (shown["state"], len(shown["nodes"])) == ("open", 1)
+        (await session.ask("/reward", {"reward": 0.5})).raise_for_status()
+        (await session.ask("/close", {"state": "done"})).raise_for_status()
+        (episode,) = (await second).played.episodes
+        assert episode.action_tokens == tally.sampled
+        assert (await session.chat()).status_code == 410
+
+
+async def test_moved_session_may_come_back(model: Path, answers: Callable[..., Recorder]) -> None:
+    asked = asyncio.Event()
+
+    async def gate(number: int) -> None:
+        if number == 1:
+            asked.set()
+            await asyncio.Event().wait()
+
+    recorder = answers("One", "Two")
+    recorder.gate = gate
+    async with outside(model, recorder) as (player, http):
+        kept = Kept()
+        playing = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
+        session = Http.of(await opened(http))
+        (await session.chat()).raise_for_status()
+        calling = asyncio.create_task(session.chat())
+        await asyncio.wait_for(asked.wait(), DEADLINE_S)
+        kept.outcome = "void"
+        for response in (await session.ask("/reward", {"reward": 1.0}), await calling):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "session_moved")
+        with pytest.raises(EpisodeFailed):
+            await playing
+        response = await session.chat()
+        assert (response.status_code, response.headers["x-should-retry"]) == (404, "true")
+
+
+async def test_session_that_could_not_be_kept_is_offered_again(
+    model: Path, answers: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "KEEP_S", 0.1)
+    async with outside(model, answers("One")) as (player, http):
+        kept = Kept()
+        kept.waiting = []
+        playing = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
+        async with asyncio.timeout(DEADLINE_S):
+            while (response := await http.ask("/sessions", b"")).status_code == 429:
+                await asyncio.sleep(0.01)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_kept")
+        kept.waiting = None
+        session = Http.of(await opened(http))
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/reward", {"reward": 0.5}), ("/close", {})):
+            (await session.ask(path, body)).raise_for_status()
+        assert len((await playing).played.episodes) == 1
+
+
+async def test_reward_that_comes_too_late_is_refused(model: Path, answers: Callable[..., Recorder]) -> None:
+    async with outside(model, answers("One")) as (player, http):
+        kept = Kept()
+        playing = asyncio.create_task(player.generate("train", 0, samples=1, record=TicketRecord("1", keep=kept)))
+        session = Http.of(await opened(http))
+        (await session.chat()).raise_for_status()
+        (await session.ask("/close", {"state": "done"})).raise_for_status()
+        waiting = kept.waiting = list[asyncio.Future[str]]()
+        late = asyncio.create_task(session.ask("/reward", {"reward": 5.0, "agent": ""}))
+        async with asyncio.timeout(DEADLINE_S):
+            while not waiting:
+                await asyncio.sleep(0.01)
+        kept.waiting = None
+        (await session.ask("/reward", {"reward": 0.5})).raise_for_status()
+        (episode,) = (await playing).played.episodes
+        waiting[0].set_result("kept")
+        assert (await late).status_code == 410
+        assert [value for _, value in episode.env_rewards or ()] == [0.5]
+
+
+async def test_steps_have_places_of_their_own_behind_those_of_another_release() -> None:
+    event = m.EpisodeEvent(episode=0, place=3, tokens=4, content=b"", v=m.SCHEMA_VERSION - 1)
+    kept = Kept()
+    record = TicketRecord("1", keep=kept, events=[event]).episode(0)
+    assert (record.kept, record.kept_tokens) == ([], 0)
+    await record.add(b"turn")
+    assert [each.place for each in kept.events] == [4]
