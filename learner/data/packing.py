@@ -297,7 +297,7 @@ def _are_short(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> boo
     """True if the trees of single groups are short, which trees of several would not be."""
     lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
     ends = np.cumsum(groups).tolist()
-    return max(sum(lengths[first:end]) for first, end in pairwise([0, *ends])) <= SHORT
+    return all(sum(lengths[first:end]) <= SHORT for first, end in pairwise([0, *ends]))
 
 
 def _pack_items(

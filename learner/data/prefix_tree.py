@@ -3,7 +3,6 @@
 # N packed input tokens, S nodes, n input tokens of a sequence
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -250,10 +249,9 @@ def shared_items(inputs: Sequence[Tokens], sharing: PrefixSharing | None, *, bud
     if most < 2 * least or most * COMPARED < len(items) * least:
         return items  # short sequences of a small model
     tree, positions = build_tree(inputs, least_tokens=least)
-    starts = [tree.starts[root] for root in tree.roots]
-    members: dict[int, list[int]] = {start: [] for start in starts}
+    members: dict[int, list[int]] = {tree.starts[root]: [] for root in tree.roots}
     for index, places in enumerate(positions):
-        members[starts[bisect_right(starts, int(places[0])) - 1]].append(index)
+        members[int(places[0])].append(index)
     found: list[Item] = []
     for (start, indices), own, work in zip(members.items(), tree.trees, tree.works, strict=True):
         if work.tokens <= budget:
