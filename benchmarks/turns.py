@@ -235,8 +235,8 @@ class Measurement:
         workers = [self._playing(player, number % options.turns) for number in range(at_once)]
         async with (
             serving(player.gateway, self._config, case),
-            _agents(self._config.paths.gateways / f"{case}.json", at_once if case == AGENTS else 0),
             _working(workers),
+            _agents(self._config.paths.gateways / f"{case}.json", at_once if case == AGENTS else 0),
         ):
             if case != EPISODES:
                 return await self._engine.window(after=after, calls=options.calls)
