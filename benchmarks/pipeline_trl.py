@@ -27,8 +27,6 @@ from slipstream.tools.follow import JsonLinesFollower
 GROUP_SIZE = 8
 TOKEN_BUDGET = 4096
 PROMPTS = 4096
-IN_FLIGHT_STEPS = 2
-"""Groups in flight, in steps of the learner: more would be recomputed at each update."""
 WARM_UP_STEPS = {"slipstream": 5, "TRL": 1}
 """Steps before the measured ones: overlapping phases need some until the lag is as usual."""
 SCORED_STEPS = 2
@@ -154,8 +152,9 @@ def run(workers: Workers, case: Case, name: str, prompts: Sequence[str], options
 
 
 def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace) -> RunConfig:
-    """A run without end, on free ports."""
+    """A run without end, on free ports; as many groups are in flight as the bound of staleness admits."""
     address = f"tcp://127.0.0.1:{free_port()}"
+    staleness = case.staleness or 0
     return weights_config(
         folder,
         name,
@@ -165,10 +164,10 @@ def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace)
         scoring={"workers": 0},
         eval={"tasks": 0},
         redis={"port": free_port()},
-        buffer={"bind": address, "endpoint": address, "max_staleness": case.staleness or 0},
+        buffer={"bind": address, "endpoint": address, "max_staleness": staleness},
         rollout={
             "group_size": GROUP_SIZE,
-            "groups_in_flight": IN_FLIGHT_STEPS * options.groups_per_step,
+            "groups_in_flight": (staleness + 1) * options.groups_per_step,
             "sampling": {"max_tokens": most_tokens(MODEL)},
             "engine": {"name": case.engine, "max_model_len": PROMPT_TOKENS + most_tokens(MODEL)},
         },
