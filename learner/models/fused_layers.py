@@ -118,9 +118,9 @@ def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
 
 def _is_rms_norm(norm: nn.Module, epsilon: float) -> bool:
     """True if a module computes `rms_norm` with its weight, from nothing but the states."""
-    if len(inspect.signature(norm.forward).parameters) > 1:
-        return False
     (weight_D,) = norm.parameters()
+    if weight_D.dim() > 1 or len(inspect.signature(norm.forward).parameters) > 1:
+        return False
     generator = torch.Generator().manual_seed(0)
     own_D = 1 + torch.rand(weight_D.shape, generator=generator)
     states = 1e-2 * torch.randn(3, *weight_D.shape, generator=generator)  # small, so that ε has its part
