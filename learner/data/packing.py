@@ -293,9 +293,7 @@ def share_prefixes(
     return items
 
 
-def _share_by_group(
-    sequences: Sequence[TokenSequence], sharing: PrefixSharing | None, groups: Sequence[int]
-) -> bool:
+def _share_by_group(sequences: Sequence[TokenSequence], sharing: PrefixSharing | None, groups: Sequence[int]) -> bool:
     """True if a rule has short trees, and those of single groups are short, which trees of several would not be."""
     if sharing is None or sharing.least_of_short is None:
         return False
