@@ -96,6 +96,7 @@ class Fleet:
         servers: by peer identity; one that is silent for `buffer.server_deadline_s` is removed.
         evaluating: the version whose evaluation was requested last.
         learner: hello of the run's learner; None before it, and after the run's end.
+        may_resume: True if tickets of lost servers may wait.
         paused: True while no train tickets are issued, because the learner is away.
     """
 
@@ -112,6 +113,7 @@ class Fleet:
         self.evaluating: int | None = None
         self.learner: m.LearnerHello | None = None
         self.paused = False
+        self.may_resume = True
 
     def join(self, peer: bytes, hello: m.ServerHello) -> None:
         """Registers a server."""
@@ -144,6 +146,7 @@ class Fleet:
 
     def recheck_credits(self) -> None:
         """Rechecks all servers: tickets may have returned without a message, such as by their deadline."""
+        self.may_resume = True
         for server in self.servers.values():
             server.credits_used = False
 
@@ -173,6 +176,9 @@ class Fleet:
                 continue
             if self.servers.get(peer) is server:  # otherwise removed or replaced during the call for another server
                 await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
+        if self.may_resume:
+            self.may_resume = False
+            await self._memory.attempt(self._grant_resumed(now))
         if not self.paused:
             await self._memory.attempt(self._grant_groups(now))
 
@@ -259,16 +265,30 @@ class Fleet:
             self._grants += 1
             asker.server.grant = self._grants
             numbers[asker.peer] = len(tasks)
-            fresh = [task for task in tasks if not task.events]
-            if fresh:
-                await self._send(asker.peer, m.Tickets(tickets=self._tickets(fresh, asker.version, train_tasks)))
-            for task in tasks:  # each of the others may have megabytes of events
-                if task.events:
-                    (ticket,) = self._tickets([task], asker.version, train_tasks)
-                    resumed = msgspec.structs.replace(ticket, events=await self._ledger.events(task.id))
-                    await self._send(asker.peer, m.Tickets(tickets=[resumed]))
-                    log.info("episodes resumed", ticket=task.id, server=asker.name, events=task.events)
+            if tasks:
+                await self._send(asker.peer, m.Tickets(tickets=self._tickets(tasks, asker.version, train_tasks)))
         return numbers
+
+    async def _grant_resumed(self, now: float) -> None:
+        """Shares out the tickets of lost servers that go on with their episodes, whatever credits the servers have."""
+        live = [
+            Asking(peer, server, server.credits)
+            for peer, server in self.servers.items()
+            if server.credits is not None and server.credits.capacity and not self._is_silent(server, now)
+        ]
+        waiting = await self._ledger.resumable() if live else 0
+        if not waiting:
+            return
+        share = math.ceil(waiting / len(live))
+        requests = [TicketRequest(each.name, each.version, each.credits.capacity, share) for each in live]
+        train_tasks = live[0].server.hello.train_tasks
+        issued = await self._ledger.issue(requests, train_tasks=train_tasks, resumed=True)
+        for asker, tasks in zip(live, issued, strict=True):
+            for task in tasks:  # one by one: each may have megabytes of events
+                (ticket,) = self._tickets([task], asker.version, train_tasks)
+                events = await self._ledger.events(task.id)
+                await self._send(asker.peer, m.Tickets(tickets=[msgspec.structs.replace(ticket, events=events)]))
+                log.info("episodes resumed", ticket=task.id, server=asker.name, events=task.events)
 
     async def _skipped(self, room: Room, tickets: int, train_tasks: int) -> Sequence[Place]:
         """Places at the cursor that a grant of so many tickets skips."""

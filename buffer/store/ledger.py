@@ -120,11 +120,17 @@ class Ledger:
         return [int(streak or 0) for streak in answer]
 
     async def issue(
-        self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = ()
+        self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = (), resumed: bool = False
     ) -> list[list[IssuedTask]]:
-        """Grants the requested tickets in this order, as credits, capacity and rate limit allow; none for `skip`."""
+        """Grants the requested tickets in this order, as credits, capacity and rate limit allow; none for `skip`.
+
+        Args:
+            resumed: only tickets whose episodes a lost server has begun, whatever the limits are.
+        """
         limits = {"deadline_s": self.config.buffer.ticket_deadline_s, **self._admission}
-        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **limits)
+        flat = await self.scripts.call(
+            "issue", requests=requests, tasks=train_tasks, skip=skip, resumed=resumed, **limits
+        )
         granted: list[list[IssuedTask]] = [[] for _ in requests]
         for index, group_id, *place in zip(*(flat[first::5] for first in range(5)), strict=True):
             granted[index - 1].append(IssuedTask(group_id.decode(), *place))
@@ -156,6 +162,10 @@ class Ledger:
         raw: list[Any] = await self._redis.hvals(f"{self._prefix}:events:{group_id}")
         events = [msgspec.msgpack.decode(content, type=EpisodeEvent) for content in raw]
         return sorted(events, key=lambda event: (event.episode, event.place))
+
+    async def resumable(self) -> int:
+        """Tasks whose episodes a lost server has begun."""
+        return int(await self._redis.llen(f"{self._prefix}:resume"))
 
     async def give_back(self, group_id: str, *, origin: Origin, lost: Mapping[str, int]) -> str:
         """issued → reissued, of a ticket that came to nothing; returns the outcome."""

@@ -64,6 +64,7 @@ def test_environment_is_its_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
         f"python3 -c '{OUTSIDE}'", f"python3 -c '{HOST}'", f"ls {Path.cwd()}", f"kill -0 {os.getpid()}",
         "mount -t tmpfs x /work",
     ],
+    ids=["usr", "etc", "root", "memory", "file size", "network", "vsock", "host's files", "host's processes", "mount"],
 )  # fmt: skip
 def test_commands_are_confined(run: Run, command: str) -> None:
     assert run("sh", "-c", command).returncode != 0

@@ -6,9 +6,8 @@ for _, id in ipairs(ids) do
   release_ticket(id)
   drop(id, 'expired', 'run_finished')
 end
-for _, place in ipairs(redis.call('LRANGE', key('reissue'), 0, -1)) do
-  local before = place:match('^%d+:%d+:(.+)$')
-  if before then redis.call('DEL', key('events:' .. before)) end
+for _, place in ipairs(redis.call('LRANGE', key('resume'), 0, -1)) do
+  redis.call('DEL', key('events:' .. place:match('^%d+:%d+:(.+)$')))
 end
 for _, server in ipairs(redis.call('ZRANGE', key('heard'), 0, -1)) do write_off(server, 'run_finished') end
 return #ids

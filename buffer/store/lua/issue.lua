@@ -1,6 +1,8 @@
 -- (task) -> issued, for each of several servers as many tickets as requested, within its credits, the staleness capacity
 -- and the rate limit. args: requests (of {server, version, credits, tickets}), tasks (of the env), skip (positions that the
 -- cursor moves past, as {epoch, position}; policies/curriculum.py), deadline_s, and those of `issuable`.
+-- `resumed`: only tickets whose episodes another server has begun, beyond all these limits: their tasks were admitted before,
+-- and agents may wait.
 -- Returns a flat list: index of the request, id, epoch, position in the epoch, number of events that are kept of its episodes
 -- (keep_events.lua), ...
 --
@@ -36,7 +38,8 @@ end
 
 local function issue(index, server, tickets, version)
   local ids, unsettled = {}, {}
-  local again = redis.call('LPOP', key('reissue'), tickets) or {}
+  local again = redis.call('LPOP', key(args.resumed and 'resume' or 'reissue'), tickets) or {}
+  if args.resumed then tickets = #again end
   local number = redis.call('HINCRBY', key('meta'), 'next_id', tickets) - tickets
   for i = 1, tickets do
     local task_epoch, task_position, before
@@ -66,6 +69,7 @@ for index, request in ipairs(args.requests) do
   if not allowed[version] then allowed[version], generating[version] = issuable(version) end
   local free = request.credits - redis.call('SCARD', key('tickets_of:' .. server))
   local tickets = math.min(request.tickets, free, allowed[version] - #groups)
+  if args.resumed then tickets = redis.call('HEXISTS', key('meta'), 'finished') == 0 and request.tickets or 0 end
   -- A server that sweep.lua has just removed as silent: nothing would return tickets granted to it now.
   if tickets > 0 and redis.call('ZSCORE', key('heard'), server) then issue(index, server, tickets, generating[version]) end
 end

@@ -262,13 +262,13 @@ local function reissue(id, why, lost_reason)
   redis.call('DEL', key('arriving:' .. id))
   local known = redis.call('HMGET', key('about:' .. id), 'epoch', 'position', 'server', 'env', 'event_tokens')
   local place = known[1] .. ':' .. known[2]
-  if not lost_reason then
-    redis.call('DEL', key('events:' .. id))
-  elseif redis.call('EXISTS', key('events:' .. id)) == 1 then
-    place = place .. ':' .. id
+  if lost_reason and redis.call('EXISTS', key('events:' .. id)) == 1 then
     hand_over(id, known[3], known[4] or '', tonumber(known[5] or 0), lost_reason)
+    redis.call('RPUSH', key('resume'), place .. ':' .. id)
+  else
+    redis.call('DEL', key('events:' .. id))
+    redis.call('RPUSH', key('reissue'), place)
   end
-  redis.call('RPUSH', key('reissue'), place)
 end
 
 -- leased -> ready, trained -> ready, with the group's old key in the sampler's order.

@@ -76,7 +76,7 @@ local position = tonumber(redis.call('HGET', key('meta'), 'position') or 0)
 if tasks >= 0 then
   local skipped = counter('skipped_tasks')
   local drawn = epoch * tasks + position - skipped
-  local again = counter('reissued') - redis.call('LLEN', key('reissue'))
+  local again = counter('reissued') - redis.call('LLEN', key('reissue')) - redis.call('LLEN', key('resume'))
   expect(issued == drawn + again, issued .. ' tickets were issued for ' .. drawn .. ' tasks and ' .. again ..
     ' repetitions, ' .. skipped .. ' tasks were skipped')
 end

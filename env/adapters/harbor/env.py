@@ -47,7 +47,7 @@ class Harbor:
     Args:
         path: a folder of task folders, or one task.
         command: the agent's program and arguments.
-        eval_path: folder of the held-out tasks; unset: every fourth task, by the hash of its instruction.
+        eval_path: folder of the held-out tasks; unset: every fourth task, by the hash of its content.
         runtime: `auto`: the sandbox for a task that needs nothing else, Docker for others. `sandbox` and `docker`
             refuse tasks that can't run there.
         reward_key: which of several rewards in a reward.json is the episode's; the others are metrics.
@@ -88,11 +88,11 @@ class Harbor:
             raise ConfigError([*problems[:MOST_PROBLEMS], *more, "env harbor: skip_unusable: true leaves them out"])
         if problems:
             log.warning("tasks are left out", tasks=len(problems), first=problems[0])
-        hashes = {_hash(task.instruction) for task in held_out}
+        hashes = {task.content for task in held_out}
         if eval_path is None:
-            hashes = {found for task in train if int((found := _hash(task.instruction))[:8], 16) % HELD_OUT == 0}
-            held_out = [task for task in train if _hash(task.instruction) in hashes]
-        self._tasks = {"train": [task for task in train if _hash(task.instruction) not in hashes], "eval": held_out}
+            hashes = {task.content for task in train if int(task.content[:8], 16) % HELD_OUT == 0}
+            held_out = [task for task in train if task.content in hashes]
+        self._tasks = {"train": [task for task in train if task.content not in hashes], "eval": held_out}
         if not self._tasks["train"]:
             raise ConfigError(f"env harbor: {path} has no task to train on, besides those held out (eval_path)")
         remove_abandoned()
@@ -111,7 +111,7 @@ class Harbor:
     def fingerprint(self) -> str:
         """Hash of all files of the tasks."""
         hashes = [[task.hash() for task in tasks] for tasks in self._tasks.values()]
-        return _hash(f"harbor 1 {self._reward_key} {hashes}")
+        return hashlib.sha256(f"harbor 1 {self._reward_key} {hashes}".encode()).hexdigest()
 
     async def run_agent(self, task: Task, endpoint: AgentEndpoint) -> AgentReward:
         """Plays one episode. Raises: AgentFailed, EnvFailed, OSError when the agent can't be started."""
@@ -203,7 +203,3 @@ async def _is_exhausted(endpoint: AgentEndpoint) -> bool:
         except httpx.HTTPError as error:
             raise EnvFailed(f"the gateway does not answer: {error}") from None
     return shown["limit"] is not None
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

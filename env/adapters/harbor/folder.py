@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,6 +112,12 @@ class HarborTask:
             agent_user=_user(agent),
             verifier_user=_user(verifier),
         )
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of instruction, environment and tests, by which tasks are the same."""
+        parts = [self.instruction, self.hash("environment"), self.hash("tests")]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def hash(self, part: str = "") -> str:
         """Hash of the folder's files, or of those in a part of it."""

@@ -51,6 +51,9 @@ class FakeLedger:
         self.graces_s.append(grace_s)
         return {}
 
+    async def resumable(self) -> int:
+        return 0
+
     async def room(self, servers: list[str], versions: list[int]) -> Room:
         self.asked = servers
         self._run_during()

@@ -5,15 +5,24 @@ import pytest
 from slipstream.buffer.store import ledger as ledger_module
 from slipstream.buffer.store.account import Tokens, account
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.types import DeliveredGroup, Origin
+from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, Origin, TicketRequest
 from slipstream.buffer.wire import messages as m
-from tests.buffer.ledger import AT_ONCE_S, ENV, deliver, fail, group, heartbeat, issue, sweep
+from tests.buffer.ledger import AT_ONCE_S, ENV, TRAIN_TASKS, deliver, fail, group, heartbeat, issue, sweep
 
 
 async def keep(store: Ledger, id: str, *, place: int = 0, episode: int = 0, tokens: int = 4, server: str = "r0") -> str:
     event = m.EpisodeEvent(episode=episode, place=place, tokens=tokens, content=b"turn")
     (outcome,) = await store.keep_events([(server, m.KeepEvent(id=id, env=ENV, event=event))])
     return outcome
+
+
+async def resume(store: Ledger, server: str) -> list[IssuedTask]:
+    """Grants a server the tickets that go on with episodes."""
+    assert not await issue(store, 0, server=server)
+    (issued,) = await store.issue(
+        [TicketRequest(server, 0, credits=0, tickets=2)], train_tasks=TRAIN_TASKS, resumed=True
+    )
+    return issued
 
 
 async def total(store: Ledger) -> Tokens:
@@ -52,7 +61,7 @@ async def test_lost_servers_events_go_to_the_next_ticket(store: Ledger, how: str
     sampled = max(reported, 8)
     assert (moved.generated, moved.lost["resumed"], sum(moved.lost.values())) == (sampled, 8, sampled)
 
-    (again,) = await issue(store, 1, server="r1")
+    (again,) = await resume(store, "r1")
     assert (again.epoch, again.position, again.events) == (task.epoch, task.position, 2)
     assert [event.place for event in await store.events(again.id)] == [0, 1]
     assert not await store.events(task.id)
@@ -74,10 +83,10 @@ async def test_events_move_on_with_each_server(store: Ledger) -> None:
     (task,) = await issue(store, 1)
     await keep(store, task.id)
     await store.leave("r0", "first")
-    (second,) = await issue(store, 1, server="r1")
+    (second,) = await resume(store, "r1")
     await keep(store, second.id, place=1, tokens=3, server="r1")
     await store.leave("r1", "first")
-    (third,) = await issue(store, 1, server="r2")
+    (third,) = await resume(store, "r2")
     assert third.events == 2
     delivered = DeliveredGroup(**{**vars(group(third.id, length=9)), "origin": Origin("r2", ENV, 9)})
     assert await store.deliver([delivered]) == ["ready"]

@@ -80,7 +80,7 @@ async def scored(folder: Path, *, solved: bool = False, runtime: Any = "sandbox"
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def test_tasks_are_split_by_their_instructions() -> None:
+def test_tasks_are_split_by_their_content() -> None:
     env = harbor()
     shown = {
         split: {env.task(split, index).info["task"] for index in range(env.size(split))} for split in ("train", "eval")
