@@ -19,11 +19,19 @@ def main() -> None:
     parser.add_argument("end", type=int)
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(arguments.teacher)
+<<<<<<< HEAD
     layers = model.model.layers
     if not 0 <= arguments.first < arguments.end <= len(layers):
         parser.error(f"FIRST and END must be a part of the layers 0 to {len(layers)}")
+=======
+    layers, config = model.model.layers, model.config
+    if not 0 <= arguments.first < arguments.end < len(layers):
+        parser.error(f"{arguments.first} {arguments.end}: {arguments.teacher} has the layers 0 to {len(layers) - 1}")
+>>>>>>> rev3
     del layers[arguments.first : arguments.end]
-    model.config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None) is not None:
+        del config.layer_types[arguments.first : arguments.end]
+    config.num_hidden_layers = len(layers)
     model.save_pretrained(arguments.student)
     AutoTokenizer.from_pretrained(arguments.teacher).save_pretrained(arguments.student)
 

@@ -255,9 +255,9 @@ def pack(
         first_row: the first sequence's row in the step's batch; the others follow.
         plan: number and equal costs of the micro-batches, where several ranks train in step.
         sharing: compute common prefixes once, by this rule; None: each sequence is computed alone.
-        groups: number of sequences of each group; with a plan, or short groups, trees are within one.
+        groups: number of sequences of each group; with a plan, or by the rule for short ones, trees are within one.
     """
-    if groups is not None and plan is None and not _are_short(sequences, groups):
+    if groups is not None and plan is None and not _share_by_group(sequences, sharing, groups):
         groups = None
     items = share_prefixes(sequences, sharing, token_budget=token_budget, groups=groups)
     works = [item.work for item in items]
@@ -293,8 +293,10 @@ def share_prefixes(
     return items
 
 
-def _are_short(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> bool:
-    """True if the trees of single groups are short, which trees of several would not be."""
+def _share_by_group(sequences: Sequence[TokenSequence], sharing: PrefixSharing | None, groups: Sequence[int]) -> bool:
+    """True if a rule has short trees, and those of single groups are short, which trees of several would not be."""
+    if sharing is None or sharing.least_of_short is None:
+        return False
     lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
     ends = np.cumsum(groups).tolist()
     return all(sum(lengths[first:end]) <= SHORT for first, end in pairwise([0, *ends]))

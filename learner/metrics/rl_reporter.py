@@ -195,7 +195,7 @@ class RLReporter(Reporter):
         if up_s <= 0:  # servers report about once a second, and one may have left
             return metrics
         if prompt_tokens > 0:
-            metrics["prefix_hits"] = max(0.0, cached_tokens / prompt_tokens)
+            metrics["prefix_hits"] = min(1.0, max(0.0, cached_tokens / prompt_tokens))
         return metrics | {
             "generator_idle_fraction": min(1.0, max(0.0, 1 - busy_s / up_s)),
             "tokens_generated_per_s": tokens / up_s * len(servers),

@@ -60,7 +60,8 @@ def rotary(
 
     Args:
         q, k: [B, H, T, D] with `unsqueeze_dim` 1.
-        cos, sin: [B, T, D], both halves the same; without gradient. With fewer features the last ones are not turned.
+        cos, sin: [B, T, D], without gradient; halves differ where positions of images have several axes. With fewer
+            features the last ones are not turned.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     turned_q: Tensor = _Rotary.apply(q, cos, sin)  # type: ignore[no-untyped-call]
@@ -94,21 +95,26 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(states, cos, sin, 1.0)
+        first, second = sin.chunk(2, -1)
+        return _turned(states, cos, (first, second), 1.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1.0), None, None
+        first, second = sin.chunk(2, -1)
+        return _turned(gradients[0], cos, (second, first), -1.0), None, None
 
 
-def _turned(states: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _turned(states: Tensor, cos: Tensor, sines: tuple[Tensor, Tensor], sign: float) -> Tensor:
+    """The product with cosines, and that of each half with the sines for the other one."""
     size = cos.shape[-1]
     if size < states.shape[-1]:
-        return torch.cat([_turned(states[..., :size], cos, sin, sign), states[..., size:]], dim=-1)
+        return torch.cat([_turned(states[..., :size], cos, sines, sign), states[..., size:]], dim=-1)
     turned = states * cos
-    for half, other, factor in zip(turned.chunk(2, -1), states.chunk(2, -1)[::-1], (-sign, sign), strict=True):
-        half.addcmul_(other, sin[..., : half.shape[-1]], value=factor)
+    first, second = states.chunk(2, -1)
+    of_first, of_second = turned.chunk(2, -1)
+    of_first.addcmul_(second, sines[0], value=-sign)
+    of_second.addcmul_(first, sines[1], value=sign)
     return turned
 
 
@@ -118,9 +124,9 @@ def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
 
 def _is_rms_norm(norm: nn.Module, epsilon: float) -> bool:
     """True if a module computes `rms_norm` with its weight, from nothing but the states."""
-    if len(inspect.signature(norm.forward).parameters) > 1:
-        return False
     (weight_D,) = norm.parameters()
+    if weight_D.dim() > 1 or len(inspect.signature(norm.forward).parameters) > 1:
+        return False
     generator = torch.Generator().manual_seed(0)
     own_D = 1 + torch.rand(weight_D.shape, generator=generator)
     states = 1e-2 * torch.randn(3, *weight_D.shape, generator=generator)  # small, so that ε has its part
@@ -133,7 +139,7 @@ def _is_rotary(rotate: Callable[..., Any]) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
-    angle = torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2)
+    angle = torch.rand(1, 3, 8, generator=generator)
     given = (query, key, angle.cos(), angle.sin())
     return _same(lambda: torch.cat(rotate(*given), dim=1), lambda: torch.cat(rotary(*given), dim=1))
 

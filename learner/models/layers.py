@@ -1,6 +1,7 @@
 """Layers of a transformers model: their place in it, activation checkpointing, compilation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,14 +12,8 @@ from slipstream.configs.runtime.errors import ConfigError
 
 Checkpointing = Literal["none", "selective", "full"]
 
-_PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._grouped_mm.default,
-    }
-)
+_OF_EXPERTS = frozenset({torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default})
+_PRODUCTS = _OF_EXPERTS | {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def backbone_of(model: Any) -> Any:
@@ -40,24 +35,25 @@ def checkpoint_activations(model: Any, layers: Iterable[nn.Module], mode: Checkp
     Args:
         model: of transformers; it stays in evaluation mode.
         mode: `full` keeps only the input of each layer, `selective` also the results of attention and of every second
-            matrix product.
+            matrix product; not of experts with a bias, which transformers adds in place.
     """
     if mode == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        settings["context_fn"] = _selective_contexts
+        biased = any(getattr(part, "has_bias", False) for part in model.modules())
+        settings["context_fn"] = partial(_selective_contexts, _PRODUCTS - _OF_EXPERTS if biased else _PRODUCTS)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     for layer in layers:
         layer.training = True  # transformers checkpoints in no other mode; its submodules stay in evaluation mode
 
 
-def _selective_contexts() -> Any:
+def _selective_contexts(keepable: Set[Any]) -> Any:
     """Contexts of one layer's forward pass and of its recomputation."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operator: Callable[..., Any], *_: Any, **__: Any) -> CheckpointPolicy:
-        if operator in _PRODUCTS:
+        if operator in keepable:
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % 2 == 0
         else:

@@ -124,6 +124,15 @@ def test_short_groups_share_their_own_prompts() -> None:
     assert pack([*first, *second], token_budget=400, sharing=PrefixSharing(100), groups=[6, 6])[0].tree is None
 
 
+def test_short_groups_share_a_system_prompt_without_a_rule_of_their_own() -> None:
+    sequences = group(12, 2, 2, 2, 2)
+    for each in sequences[2:]:
+        each.token_ids[8:12] = 77
+    (batch,) = pack(sequences, token_budget=400, sharing=PrefixSharing(20), groups=[2, 2])
+    assert batch.tree is not None
+    assert batch.tree.lengths[0] == 8
+
+
 def test_prefixes_that_save_too_little_are_not_shared() -> None:
     sequences = group(6, 60, 50)
     assert pack(sequences, token_budget=200, sharing=PrefixSharing(7))[0].tree is None

@@ -175,7 +175,7 @@ def test_varlen_attention_equals_that_by_segments(
 
 
 def test_selective_checkpointing_keeps_results_of_the_kernel() -> None:
-    kept, _ = _selective_contexts()
+    kept, _ = _selective_contexts(frozenset())
     with FakeTensorMode():
         query, key, value = (torch.empty(32, 4, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         ends = torch.zeros(3, dtype=torch.int32)

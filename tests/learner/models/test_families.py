@@ -1,7 +1,9 @@
 """The families of models: packed training, publication and export of each, compared with transformers."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from slipstream.learner.data.packing import TokenSequence, all_actions, empty_mi
 from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.learner.export import export_model
 from slipstream.learner.models import attention_tree
+from slipstream.learner.models.fused_layers import rotary
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.prefix_sharing import common_sharing
@@ -67,13 +70,28 @@ def logprobs_alone(model: Any, temperature: float) -> Tensor:
     return torch.cat(scores)
 
 
-def test_packed_log_probs_and_gradients_equal_unpacked_ones(loaded: Loaded) -> None:
+def restore_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Undoes what the learner does to all models of a class; returns the functions that were in their place."""
+    replaced = []
+    for name in {type(part).__module__ for part in model.modules()}:
+        if (found := getattr(sys.modules[name], "apply_rotary_pos_emb", None)) is not None:
+            spec = find_spec(name)
+            assert spec is not None and spec.loader is not None
+            spec.loader.exec_module(again := module_from_spec(spec))
+            monkeypatch.setattr(sys.modules[name], "apply_rotary_pos_emb", again.apply_rotary_pos_emb)
+            replaced.append(found)
+    return replaced
+
+
+def test_packed_log_probs_and_gradients_equal_unpacked_ones(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,) = pack(sequences(), token_budget=sum(LENGTHS))
     packed = score_actions(loaded.learner, batch, temperature=0.7).logprobs_A
-    alone = logprobs_alone(loaded.plain, 0.7)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
     weights = torch.linspace(-1, 1, len(packed))
     (packed * weights).mean().backward()
+    is_fused = set(restore_rotary(loaded.plain, monkeypatch)) == {rotary}
+    assert is_fused == (type(loaded.plain).__name__ != "GptOssForCausalLM"), "whose angles are given once"
+    alone = logprobs_alone(loaded.plain, 0.7)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
     (alone * weights).mean().backward()
     references = dict(loaded.plain.named_parameters())
     for name, parameter in loaded.learner.named_parameters():

@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_formulas() -> None:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
     torch.autograd.gradcheck(lambda states, weight: rms_norm(states, weight, 0.1), (random(2, 3, 6), random(6)))
-    angle = torch.rand(1, 3, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
+    angle = torch.rand(1, 3, 8, generator=generator, dtype=torch.float64)
     for size in (8, 10):  # all features, or the first ones
         given = random(1, 2, 3, size), random(1, 1, 3, size)
         torch.autograd.gradcheck(lambda query, key: rotary(query, key, angle.cos(), angle.sin()), given)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from slipstream.learner.data.packing import MicroBatch, all_actions, pack
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from tests.learner.recorded import VOCABULARY, options_of
+from tests.contract.families import write_family
+from tests.learner.recorded import VOCABULARY, options_of, run_config
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -61,6 +63,16 @@ def test_checkpointing_keeps_gradients_and_recomputes(world: World, make_config:
     # A layer has 7 products; the backward pass needs the output of the last for nothing.
     assert counts["full"] - counts["none"] == 2 * 6
     assert counts["selective"] - counts["none"] == 2 * 3
+
+
+def test_selective_checkpointing_takes_experts_with_a_bias(world: World, tmp_path: Path) -> None:
+    write_family(tmp_path, "gpt-oss")
+    (exact, _), (found, _) = (
+        gradients(run_config(tmp_path, tmp_path, activation_checkpointing=mode), world, batch_of(9, 14))
+        for mode in ("none", "selective")
+    )
+    for name, gradient in exact.items():
+        assert torch.equal(found[name], gradient), name
 
 
 def test_offloaded_weights_have_the_same_gradients(world: World, make_config: MakeConfig) -> None:
