@@ -19,15 +19,9 @@ def main() -> None:
     parser.add_argument("end", type=int)
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(arguments.teacher)
-<<<<<<< HEAD
-    layers = model.model.layers
-    if not 0 <= arguments.first < arguments.end <= len(layers):
-        parser.error(f"FIRST and END must be a part of the layers 0 to {len(layers)}")
-=======
     layers, config = model.model.layers, model.config
-    if not 0 <= arguments.first < arguments.end < len(layers):
-        parser.error(f"{arguments.first} {arguments.end}: {arguments.teacher} has the layers 0 to {len(layers) - 1}")
->>>>>>> rev3
+    if not 0 <= arguments.first < arguments.end <= len(layers) or arguments.end - arguments.first == len(layers):
+        parser.error(f"FIRST and END must be a part of the layers 0 to {len(layers)} of {arguments.teacher}")
     del layers[arguments.first : arguments.end]
     if getattr(config, "layer_types", None) is not None:
         del config.layer_types[arguments.first : arguments.end]
