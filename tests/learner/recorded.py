@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -232,6 +233,21 @@ def prober_of(train_step: TrainStep) -> Prober:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the weights."""
     return {name: tensor.clone() for name, tensor in full_weights(model)}
+
+
+def require_same_weights(theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Weights after a few updates by AdamW are equal to 1e-5, all but one in a thousand.
+
+    AdamW divides a gradient by its own magnitude: where that is near zero, its rounding is a visible part of an update
+    (the learning rate), of which some hundredths are allowed.
+    """
+    assert theirs.keys() == mine.keys()
+    beyond = count = 0
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-5, atol=1e-4, msg=name)
+        beyond += int((~torch.isclose(theirs[name], tensor, rtol=1e-5, atol=1e-5)).sum())
+        count += tensor.numel()
+    assert beyond <= count / 1000, f"{beyond} of {count}"
 
 
 def train(

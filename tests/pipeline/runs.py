@@ -12,6 +12,7 @@ from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder, load_config
 from slipstream.learner.data.buffer_feed import StepData, build_step, partition_groups
+from slipstream.learner.data.prefix_tree import PrefixSharing
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import DEMO, Pipeline, Services
@@ -60,8 +61,8 @@ def trained_groups(run: Path) -> list[list[Group]]:
     return steps
 
 
-def step_of(groups: list[Group], config: RunConfig, step: int) -> StepData:
-    """A step of one rank on these groups, in a run that publishes each version."""
+def step_of(groups: list[Group], config: RunConfig, step: int, sharing: PrefixSharing | None = None) -> StepData:
+    """A step of one rank on these groups, in a run that publishes each version; common prefixes by the rule."""
     updates = partition_groups(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
     return build_step(
         [[(groups[index], 1.0) for index in update] for update in updates],
@@ -69,4 +70,5 @@ def step_of(groups: list[Group], config: RunConfig, step: int) -> StepData:
         rewards=config.rewards,
         step=step,
         consuming_version=step,
+        sharing=sharing,
     )

@@ -26,7 +26,7 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
     train_step = build_train_step(config, folder.initial_model, world)
     figures = []
     for step, groups in enumerate(steps):
-        figures.append(train_step.run(step_of(groups, config, step), unpublished_steps=0))
+        figures.append(train_step.run(step_of(groups, config, step, train_step.sharing), unpublished_steps=0))
     exported = load_file(folder.export / "model.safetensors")
     for name, tensor in full_weights(train_step.model):
         assert torch.equal(tensor, exported[name]), name

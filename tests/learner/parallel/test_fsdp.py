@@ -25,7 +25,15 @@ from tests.conftest import free_port
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
 from tests.learner.parallel.meshes import LARGE, ONE_EXPERT, STEPS
-from tests.learner.recorded import RECORDED_STEPS, build_train_step, record, run_config, train, weights_of
+from tests.learner.recorded import (
+    RECORDED_STEPS,
+    build_train_step,
+    record,
+    require_same_weights,
+    run_config,
+    train,
+    weights_of,
+)
 
 ROOT = Path(__file__).parents[3]
 MB = 1 << 20
@@ -95,10 +103,7 @@ def test_two_copies_of_two_shards_train_as_one_rank(meshes: Meshes) -> None:
 
 
 def test_snapshot_of_copies_and_shards_has_weights_of_one_rank(meshes: Meshes) -> None:
-    snapshot = load_file(meshes.folder / "snapshot.safetensors")
-    assert snapshot.keys() == meshes.weights.keys()
-    for name, tensor in meshes.weights.items():
-        torch.testing.assert_close(snapshot[name], tensor, atol=1e-5, rtol=1e-5)
+    require_same_weights(load_file(meshes.folder / "snapshot.safetensors"), meshes.weights)
 
 
 @pytest.mark.parametrize("saved", ["hsdp", "one", "background"])
