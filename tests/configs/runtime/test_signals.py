@@ -50,7 +50,7 @@ def test_nothing_is_frozen_without_a_new_module() -> None:
     with pytest.raises(ModuleNotFoundError), heavy_imports():
         import_module("no_such_library")
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # objects that were frozen before may be freed meanwhile
 
 
 @each_signal
