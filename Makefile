@@ -56,10 +56,10 @@ sglang-check: setup
 teacher-check: setup
 	@SLIPSTREAM_TEACHER_SERVER=vllm $(BIN)/pytest tests/rollout_servers/rollouts/test_teaching.py -k scores $(ARGS)
 
-# Environments of verifiers through the gateway: an environment of its own (0.6 GB) in .verifiers the first time
+# Environments of verifiers through the gateway: an environment of its own (0.6 GB) the first time
 verifiers-check: setup
-	@PYTHON="$(PYTHON)" sh examples/agents/setup_verifiers.sh .verifiers
-	@SLIPSTREAM_VERIFIERS_PYTHON=$(CURDIR)/.verifiers/bin/python $(BIN)/pytest tests/env/adapters/test_verifiers.py $(ARGS)
+	@PYTHON="$(PYTHON)" sh examples/agents/setup.sh verifiers
+	@SLIPSTREAM_VERIFIERS_PYTHON=$(CURDIR)/.agents/verifiers/bin/python $(BIN)/pytest tests/env/adapters/test_verifiers.py $(ARGS)
 
 # Harnesses of agents, each in an environment of its own (0.15 to 0.8 GB), learn the lookup task: some minutes each on
 # idle cores. One: make agents-check ARGS=smolagents

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks import pipeline_trl
 from benchmarks.figures import Figure, Figures, Goal, interleave
-from benchmarks.weights_learner import Shape, build_policy, weights_config
-from benchmarks.workers import Workers, free_port
+from benchmarks.weights_learner import Shape, build_policy, whole_run_config
+from benchmarks.workers import Workers
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.models.digits import build_digits_model
@@ -76,17 +76,13 @@ def run_config(
     The engine never runs more sequences than a step has answers: larger batches would make generation faster where more
     groups may be in flight.
     """
-    address = f"tcp://127.0.0.1:{free_port()}"
-    return weights_config(
+    return whole_run_config(
         folder,
         name,
+        max_staleness=staleness,
         model={"path": str(model), "dtype": "float32"},
         env={"name": "digits", "options": {"operation": "reverse", "length": 3}},
         rewards=[{"name": "digit_match"}],
-        scoring={"workers": 0},
-        eval={"tasks": 0},
-        redis={"port": free_port()},
-        buffer={"bind": address, "endpoint": address, "max_staleness": staleness},
         rollout={
             "group_size": GROUP_SIZE,
             "groups_in_flight": (staleness + 1) * groups_per_step,

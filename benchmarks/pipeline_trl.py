@@ -18,8 +18,8 @@ import psutil
 from benchmarks.countdown import PROMPT_TOKENS, build_countdown_model, most_tokens, write_prompts
 from benchmarks.figures import Figure, Figures, Goal, interleave
 from benchmarks.learner import MODEL, run_loop
-from benchmarks.weights_learner import weights_config
-from benchmarks.workers import WAIT_S, Workers, cpu_s, free_port
+from benchmarks.weights_learner import whole_run_config
+from benchmarks.workers import WAIT_S, Workers, cpu_s
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.tools.follow import JsonLinesFollower
@@ -153,18 +153,14 @@ def run(workers: Workers, case: Case, name: str, prompts: Sequence[str], options
 
 def run_config(folder: Path, name: str, case: Case, options: argparse.Namespace) -> RunConfig:
     """A run without end, on free ports; as many groups are in flight as the bound of staleness admits."""
-    address = f"tcp://127.0.0.1:{free_port()}"
     staleness = case.staleness or 0
-    return weights_config(
+    return whole_run_config(
         folder,
         name,
+        max_staleness=staleness,
         model={"path": str(folder / "model"), "dtype": "float32"},
         env={"name": "rows", "options": {"path": str(folder / "prompts.jsonl")}},
         rewards=[{"name": "favoured_share", "function": "benchmarks.loops:favoured_share"}],
-        scoring={"workers": 0},
-        eval={"tasks": 0},
-        redis={"port": free_port()},
-        buffer={"bind": address, "endpoint": address, "max_staleness": staleness},
         rollout={
             "group_size": GROUP_SIZE,
             "groups_in_flight": (staleness + 1) * options.groups_per_step,

@@ -18,7 +18,7 @@ import uvloop
 TOOL_S = "tool_s"
 TURNS = "turns"
 OBSERVATION = "The tool has found 12345; continue."
-"""What a tool gives after each answer, in the native env too."""
+"""The result of the tool after each answer, in the native env too."""
 ASK_AGAIN_S = 0.05
 TOO_MANY_REQUESTS = 429
 

@@ -112,6 +112,20 @@ def weights_config(folder: Path, name: str, **sections: Any) -> RunConfig:
     )
 
 
+def whole_run_config(folder: Path, name: str, *, max_staleness: int, **sections: Any) -> RunConfig:
+    """The configuration of a run with Redis, buffer and rewards in the rollout server, without evaluations."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    return weights_config(
+        folder,
+        name,
+        scoring={"workers": 0},
+        eval={"tasks": 0},
+        redis={"port": free_port()},
+        buffer={"bind": address, "endpoint": address, "max_staleness": max_staleness},
+        **sections,
+    )
+
+
 def take(taker: SnapshotTaker, version: int, probe: Any = None) -> Snapshot:
     """A snapshot of the present weights."""
     snapshot = taker.take(version, evaluate=False, keep=True, probe=probe)

@@ -189,7 +189,7 @@ def _noting_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = function(*arguments, **keywords)
             return float(await result if inspect.isawaitable(result) else result)
-        except Exception as error:
+        except Exception as error:  # raised again; it also fails the rollout (`play`)
             _reward_errors.get().append(f"{getattr(function, '__name__', function)}: {_shown(error)}")
             raise
 

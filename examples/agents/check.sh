@@ -28,7 +28,7 @@ for name in "$@"; do
     smolagents) from_outside "$name" smol.py ;;
     mini-swe-agent) from_outside "$name" mini.py ;;
     verifiers)
-        sh $examples/setup_verifiers.sh .verifiers
+        sh $examples/setup.sh verifiers
         PYTHONPATH=$paths "$bin/slipstream" up $examples/lookup_verifiers.yaml --plain --fresh
         ;;
     *) echo "there is no harness $name" >&2 && exit 2 ;;

@@ -35,7 +35,7 @@ def rows(split: str, count: int) -> Dataset:
 
 
 def call(completion: Any, info: dict[str, Any]) -> float:
-    """What the call of the tool earned; the answer itself is scored by the run's rewards."""
+    """The reward of the tool's call; the answer itself is scored by the run's rewards."""
     first = completion[0]
     calls = first.tool_calls or []
     if not calls:

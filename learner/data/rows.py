@@ -39,7 +39,7 @@ class ActionBatch(Movable):
     agent_BT: Tensor | None
     """Hash of the label of the agent that each action's answer was given to, if wanted."""
     own_rewards_BT: Tensor | None
-    """What answers earned by themselves, at their last actions, as far as they have a label, if wanted."""
+    """Own rewards of labelled answers, at their last actions, if wanted."""
     importance_weights_B: Tensor
     """Weight of the row in the losses of policy and critic: that of its group."""
     episode_B: Tensor

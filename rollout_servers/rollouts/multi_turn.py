@@ -32,7 +32,7 @@ from slipstream.rollout_servers.rollouts.base import (
 )
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
 from slipstream.rollout_servers.rollouts.env_loop import EnvLoop
-from slipstream.rollout_servers.rollouts.record import Answer, EpisodeRecord, TicketRecord
+from slipstream.rollout_servers.rollouts.record import EncodedCompletion, EpisodeRecord, TicketRecord
 from slipstream.rollout_servers.tally import NOT_RESUMED, Tally
 
 log = get_log("rollout.sessions")
@@ -198,7 +198,7 @@ class _Budgets:
 
     @property
     def wall_is_first(self) -> bool:
-        """Whether what is cut off now has exceeded the episode's time, and not its group's."""
+        """True if an answer that is cut off now has exceeded the episode's time, and not its group's."""
         return self.wall_at is not None and self.wall_at < self.until
 
     def room(self, conversation: Conversation) -> int:
@@ -219,7 +219,7 @@ class _FinishedTurn(msgspec.Struct, frozen=True, array_like=True):
     """An answer, with a digest of its context."""
 
     context: bytes
-    answer: Answer
+    answer: EncodedCompletion
 
 
 class _Recorded:
@@ -244,7 +244,7 @@ class _Recorded:
 
     def add(self, context: Sequence[int], completion: Completion) -> None:
         """Has an answer kept. Nobody waits for that: until then, a lost server costs the turn."""
-        content = msgspec.msgpack.encode(_FinishedTurn(_digest(context), Answer.of(completion)))
+        content = msgspec.msgpack.encode(_FinishedTurn(_digest(context), EncodedCompletion.of(completion)))
         self._record.add(content, tokens=len(completion.token_ids))
 
 

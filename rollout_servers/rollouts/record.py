@@ -19,8 +19,8 @@ VOID: Final = "void"
 """Outcome for a ticket that is another server's by now."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's answer as bytes."""
+class EncodedCompletion(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's completion as bytes."""
 
     token_ids: bytes
     logprobs: bytes
@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, completion: Completion) -> Self:
-        """Those of an answer."""
+        """The bytes of a completion."""
         kept = completion.kept
         return cls(
             np.asarray(completion.token_ids, dtype=m.TOKEN_DTYPE).tobytes(),

@@ -45,7 +45,7 @@ SETTINGS = (
 
 @dataclass
 class Dialogue:
-    """What an agent has of its session, which a new start of it goes on from."""
+    """An agent's part of its session, from which a new start of it goes on."""
 
     number: int
     path: str = ""

@@ -172,7 +172,7 @@ class Catalog:
         return in_docker(task) if recipe is None else in_sandbox(task, recipe)
 
     def _recipe(self, task: HarborTask) -> Recipe | None:
-        """What the sandbox needs for a task; None: it runs in Docker. Raises: ConfigError."""
+        """The steps by which the sandbox makes a task's environment; None: it runs in Docker. Raises: ConfigError."""
         reason = ""
         if self._runtime != "docker":
             try:

@@ -1,4 +1,4 @@
-"""Where the commands of an agent and of its tests run: the sandbox, or a container of Docker."""
+"""Environments of tasks, in which commands of agents and tests run: the sandbox, or a container of Docker."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a Dockerfile copies and sets, where it does nothing else: then its task needs no image."""
+"""Dockerfiles that only copy files and set variables: their tasks need no image."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class NeedsImage(Exception):
 
 @dataclass
 class Recipe:
-    """What a Dockerfile does.
+    """The steps of such a Dockerfile.
 
     Attributes:
         copies: files and folders, and where they come.

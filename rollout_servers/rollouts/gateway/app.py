@@ -118,7 +118,7 @@ class GatewayApp:
     def _answerer(self, dialect: Dialect) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             session = self._session(request)
-            with session.receiving():
+            with session.budget.receiving():
                 body = await _body(request)
             with _readable():
                 call = dialect.read(body, session)
@@ -165,7 +165,7 @@ class GatewayApp:
 
     async def _count(self, request: Request) -> Response:
         session = self._session(request)
-        with session.receiving():
+        with session.budget.receiving():
             body = await _body(request)
         with _readable():
             call = anthropic.read_to_count(body, session)
@@ -194,7 +194,7 @@ class GatewayApp:
             raise CallRefused("the ticket's time is over; ask again", status=429, code="admission_closed")
         session.hand_out()
         url, task = self._gateway.session_url(session), session.task
-        left_s = session.until - asyncio.get_running_loop().time()
+        left_s = session.budget.until - asyncio.get_running_loop().time()
         return _json(
             {
                 "id": session.id,
@@ -285,7 +285,7 @@ def described(session: Session) -> dict[str, Any]:
     return {
         "id": session.id,
         "state": session.state,
-        "limit": session.limit,
+        "limit": session.budget.limit,
         "tokens": session.account(),
         "ignored": dict(session.ignored),
         "retries": session.retries,

@@ -39,7 +39,7 @@ class Called(msgspec.Struct, frozen=True, tag=True):
     fingerprint: bytes
     digest: bytes
     context: bytes
-    completion: record.Answer
+    completion: record.EncodedCompletion
     messages: bytes
     message: bytes
     agent: str
@@ -57,7 +57,7 @@ class Called(msgspec.Struct, frozen=True, tag=True):
             fingerprint=fingerprint,
             digest=node.digest,
             context=np.asarray(node.context, dtype=m.TOKEN_DTYPE).tobytes(),
-            completion=record.Answer.of(node.completion),
+            completion=record.EncodedCompletion.of(node.completion),
             messages=msgspec.json.encode(node.messages),
             message=msgspec.json.encode(node.answer),
             agent=node.agent,

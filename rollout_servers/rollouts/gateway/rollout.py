@@ -61,7 +61,7 @@ class AgentRollout:
                 if self._env.from_outside and not session.opened:
                     await self._taken(session)
                 else:
-                    session.begin()
+                    session.budget.begin()
                 reward = await self._reward(session, until=until)
                 _require_not_given_up(session)
                 if reward is None and self._env.needs_reward and not session.rewarded.is_set():
@@ -85,7 +85,7 @@ class AgentRollout:
     async def _taken(self, session: Session) -> None:
         """Offers a session until an agent from outside takes it. Raises: EpisodeFailed."""
         try:
-            async with asyncio.timeout_at(session.until):
+            async with asyncio.timeout_at(session.budget.until):
                 await self._gateway.offer(session)
         except TimeoutError:
             raise EpisodeFailed(SILENT, "no agent has opened the session") from None
@@ -102,10 +102,10 @@ class AgentRollout:
             agent, cancel = asyncio.wrap_future(running.result), running.cancel
         failure = asyncio.create_task(session.failed.wait())
         try:
-            async with asyncio.timeout_at(session.until):
+            async with asyncio.timeout_at(session.budget.until):
                 await asyncio.wait([agent, failure], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            session.limit = session.limit or "wall"
+            session.budget.limit = session.budget.limit or "wall"
         finally:
             failure.cancel()
             if not agent.done():
@@ -124,7 +124,7 @@ class AgentRollout:
             return _checked(agent.result())
         except EpisodeFailed:
             # One that failed or was stopped at a budget leaves its episode to the rewards.
-            if session.limit is None or asyncio.get_running_loop().time() >= until:
+            if session.budget.limit is None or asyncio.get_running_loop().time() >= until:
                 raise
             return None
 
@@ -156,7 +156,7 @@ class AgentRollout:
         metrics.update({f"ignored/{name}": float(count) for name, count in session.ignored.items()})
         for parts in [posted.parts for _, posted in session.rewards()] + ([reward.metrics] if reward else []):
             metrics.update(parts)  # adds those of the same name
-        ended: Ended = session.limit or "done"
+        ended: Ended = session.budget.limit or "done"
         first, last = branches[0].transcript, branches[-1].nodes[-1][0]
         view = Episode(
             prompt=_shown(branches[0].nodes[0][0].path[0].messages),

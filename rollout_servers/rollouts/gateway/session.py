@@ -4,8 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -15,11 +14,11 @@ from slipstream.env.base import AgentReward, Message, Task
 from slipstream.env.images import has_images
 from slipstream.models.images import ImageError
 from slipstream.models.tokenizer import PromptError
-from slipstream.rewards.base import Ended as Limit
 from slipstream.rollout_servers.engines.base import Completion, EngineError
 from slipstream.rollout_servers.rollouts.base import AnswerGenerator, EpisodeFailed, Prompt
 from slipstream.rollout_servers.rollouts.conversation import ChatFormat
 from slipstream.rollout_servers.rollouts.gateway.answers import cut_at_stop, message_of
+from slipstream.rollout_servers.rollouts.gateway.budget import Budget
 from slipstream.rollout_servers.rollouts.gateway.calls import Call, CallRefused, chain
 from slipstream.rollout_servers.rollouts.gateway.events import Called, Ended, Event, Opened, Rewarded, decode, encode
 from slipstream.rollout_servers.rollouts.gateway.prompts import Prompts
@@ -27,10 +26,6 @@ from slipstream.rollout_servers.rollouts.gateway.tree import Node, Tree
 from slipstream.rollout_servers.rollouts.record import VOID, EpisodeRecord
 from slipstream.rollout_servers.tally import NOT_RESUMED, UNFINISHED, Tally
 
-MOST_CALLS: Final = 1024
-"""Calls of a session, unless `rollout.episode.turns` says less; each is at most one node."""
-MOST_INFLIGHT: Final = 32
-"""Calls of a session at a time."""
 KEEP_S: Final = 60.0
 """Time for the buffer to keep a step; the agent waits for it."""
 UNDELIVERED: Final = "undelivered"
@@ -39,8 +34,6 @@ NOT_TRAINABLE: Final = "not_trainable"
 """Reason of the tokens of calls that the agent has marked so."""
 STOPPED: Final = "behind_stop"
 """Reason of tokens behind a text that ends an answer."""
-
-
 METRICS: Final = ("roots", "calls", "branches", "retries")
 """Scores of each session besides the parts of its rewards."""
 
@@ -97,8 +90,7 @@ class Session:
     Attributes:
         id: public.
         key: of its calls.
-        until: deadline, the loop's time.
-        limit: the budget that its calls have exhausted.
+        budget: of its calls, tokens and time.
         ignored: parameters that were not applied, counted by name.
         retries: calls that were answered from an earlier one.
         failure: why no engine answers any more.
@@ -124,11 +116,10 @@ class Session:
         self.id = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
         self.task = task
-        self.until = until
+        self.budget = Budget(policy.config, until=until)
         self.tree = Tree()
         self.state = State.OPEN
         self.tally = tally
-        self.limit: Limit | None = None
         self.ignored = Counter[str]()
         self.retries = 0
         self.failure: EngineError | None = None
@@ -139,8 +130,6 @@ class Session:
         self._format = format
         self._prompts = Prompts(policy, format)
         self._greedy = greedy
-        self._used_tokens = self._reserved_tokens = self._arriving = 0
-        self._freed = asyncio.Condition()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._inflight: set[asyncio.Task[Answer]] = set()
         self._record = record
@@ -162,11 +151,6 @@ class Session:
     def token_text(self, token: int) -> str:
         """The text of a token."""
         return self._policy.tokenizer.decode_whole([token])
-
-    def begin(self) -> None:
-        """Starts the time of the episode, once its agent has the session."""
-        if (wall_s := self._policy.config.episode.wall_s) is not None:
-            self.until = min(self.until, asyncio.get_running_loop().time() + wall_s)
 
     # --- steps of an earlier server, and those that are kept for a later one ------------------------------------------
 
@@ -200,13 +184,13 @@ class Session:
             elif isinstance(event, Rewarded) and is_whole:
                 self._set_reward(Reward(event.value, event.parts, event.completion_id, event.agent, event.more))
         if self.finished is not None:
-            self.limit = self.finished.limit
+            self.budget.limit = self.finished.limit
             self.close(State(self.finished.state))
 
     def _join(self, node: Node) -> None:
         """Adds an answer of an earlier server to the tree."""
         self.tree.add(node)
-        self._used_tokens += (0 if node.parent is None else len(node.context)) + len(node.completion.token_ids)
+        self.budget.use((0 if node.parent is None else len(node.context)) + len(node.completion.token_ids))
 
     def _answered_earlier(self, fingerprint: bytes) -> Answer | None:
         """The answer of an earlier server to the same call, once, unless another call has continued it."""
@@ -251,13 +235,13 @@ class Session:
     def hand_out(self) -> None:
         """The agent gets the opened session."""
         self.opened = True
-        self.begin()
+        self.budget.begin()
         self.taken.set()
 
     async def end(self, state: State, *, reward: AgentReward | None = None) -> None:
         """Ends the session, with the reward that its agent has returned. Raises: CallRefused."""
         undelivered = [node.id for node in self.tree if not node.delivered]
-        await self._keep(encode(Ended(state, self.limit, reward, undelivered)))
+        await self._keep(encode(Ended(state, self.budget.limit, reward, undelivered)))
         self.close(state)
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -280,7 +264,7 @@ class Session:
         if answer is not None:
             self._calls[fingerprint] = asyncio.create_task(_given(answer))
             return self._calls[fingerprint]
-        self._require_budget()
+        self.budget.require(answered=len(self.tree.nodes), running=len(self._inflight))
         self.ignored.update(call.ignored)
         answering = self._answer(call, digests, fingerprint, agent=agent, trainable=trainable)
         task = asyncio.create_task(self._unless_moved(answering))
@@ -295,17 +279,6 @@ class Session:
         except asyncio.CancelledError:
             self._require_here()  # the agent asks again, where the session is
             raise
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        """While the body of a call arrives. Raises: CallRefused."""
-        if self._arriving >= MOST_INFLIGHT:
-            raise CallRefused(f"{MOST_INFLIGHT} calls of the session arrive", status=429, code="too_many_calls")
-        self._arriving += 1
-        try:
-            yield
-        finally:
-            self._arriving -= 1
 
     def deliver(self, answer: Answer) -> None:
         """The agent gets an answer."""
@@ -324,44 +297,6 @@ class Session:
         self._require_here()
         if self.state is not State.OPEN:
             raise CallRefused(f"the session is over ({self.state})", status=410, code="session_over")
-
-    def _require_budget(self) -> None:
-        limits = self._policy.config.episode
-        calls, most = len(self.tree.nodes) + len(self._inflight), min(limits.turns or MOST_CALLS, MOST_CALLS)
-        if asyncio.get_running_loop().time() >= self.until:
-            self._exhaust("wall", "its time is over (rollout.episode.wall_s, rollout.group_deadline_s)")
-        if calls >= most:
-            self._exhaust("turns", f"{most} calls were answered (rollout.episode.turns)")
-        if len(self._inflight) >= MOST_INFLIGHT:
-            raise CallRefused(f"{MOST_INFLIGHT} calls of the session are running", status=429, code="too_many_calls")
-
-    def _exhaust(self, limit: Limit, detail: str) -> None:
-        """Raises: CallRefused."""
-        self.limit = self.limit or limit
-        raise CallRefused(f"the session's budget is exhausted: {detail}", code="session_budget_exhausted")
-
-    @asynccontextmanager
-    async def _reserved(self, most: int, *, added: int) -> AsyncIterator[int]:
-        """Room for an answer of at most `most` tokens behind `added` new ones, which waits for other calls' answers.
-
-        Raises: CallRefused when the session's tokens are used up.
-        """
-
-        def room() -> int:
-            return self._policy.config.episode_tokens - self._used_tokens - self._reserved_tokens - added
-
-        async with self._freed:
-            await self._freed.wait_for(lambda: room() >= most or not self._reserved_tokens)
-        if room() <= 0:
-            self._exhaust("tokens", f"{self._used_tokens} tokens were used (rollout.episode.tokens)")
-        most = min(most, room())
-        self._reserved_tokens += most + added
-        try:
-            yield most
-        finally:
-            self._reserved_tokens -= most + added
-            async with self._freed:
-                self._freed.notify_all()
 
     def count_tokens(self, call: Call) -> int:
         """Tokens that the prompt of a call would have. Raises: CallRefused."""
@@ -388,9 +323,9 @@ class Session:
     ) -> Answer:
         parent, prompt, context, messages = self._prompt(call, digests)
         added = 0 if parent is None else len(context)
-        async with self._reserved(self._prompts.most_tokens(call, prompt), added=added) as most:
+        async with self.budget.reserved(self._prompts.most_tokens(call, prompt), added=added) as most:
             completion, stopped_by = await self._generate(call, prompt, most)
-            self._used_tokens += added + len(completion.token_ids)
+            self.budget.use(added + len(completion.token_ids))
         parses = bool(call.tools) or self._format.always_parses
         answer, reasoning = message_of(completion, self._format, parses=parses, stopped_by=stopped_by)
         node = Node(
@@ -419,7 +354,7 @@ class Session:
                     images=prompt.images,
                     samples=1,
                     greedy=self._greedy,
-                    until=self.until,
+                    until=self.budget.until,
                     tally=tokens,
                     max_tokens=most,
                 )
@@ -431,7 +366,7 @@ class Session:
                 raise CallRefused(error.detail, code=error.reason) from error
             if completion.finish_reason == "abort" or not completion.token_ids:
                 tokens.lose(UNFINISHED)
-                self.limit = self.limit or "wall"
+                self.budget.limit = self.budget.limit or "wall"
                 raise CallRefused("the session's time is over", status=410, code="session_over")
             kept, stopped_by = cut_at_stop(completion, call.stop, self._format.tokenizer)
             tokens.discard(STOPPED, len(completion.token_ids) - len(kept.token_ids))
