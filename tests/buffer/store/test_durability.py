@@ -10,6 +10,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
+from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import run_prefix
 from slipstream.buffer.store.server_checks import require_durable
@@ -158,7 +159,7 @@ async def test_lost_ledger_is_logged_and_recreated(config: RunConfig, redis: Red
         with structlog.testing.capture_logs() as logs:
             keys = [key async for key in redis.scan_iter(f"{run_prefix(config.run.name)}*")]
             await redis.delete(*keys)
-            await until(lambda: is_known(service.ledger))
+            await until(lambda: is_forgotten(service.fleet))  # after the new ledger is identified
             await server.credits(1)
             await server.receive(m.UnknownPeer)
             await server.join(credits=1)
@@ -167,5 +168,5 @@ async def test_lost_ledger_is_logged_and_recreated(config: RunConfig, redis: Red
         assert "lost" in next(each["event"] for each in logs if each["log_level"] == "error")
 
 
-async def is_known(ledger: Ledger) -> bool:
-    return bool(await ledger.identity())
+async def is_forgotten(fleet: Fleet) -> bool:
+    return not fleet.servers
