@@ -62,10 +62,12 @@ def exit_on_signals() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(128 + (received[-1] if received else signal.SIGINT))
+        sys.exit(128 + (received[0] if received else signal.SIGINT))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if received:  # also where a library swallowed the exception, or raised its own instead
+            sys.exit(128 + received[0])
 
 
 def restore_default_sigint() -> None:

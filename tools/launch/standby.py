@@ -16,6 +16,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from slipstream.configs.runtime.processes import die_with_parent
+from slipstream.configs.runtime.signals import STOP_EXIT_CODES
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
@@ -87,8 +88,12 @@ def main() -> None:
     with Connection(int(descriptor)) as connection:
         try:
             config = connection.recv()
-            with suppress(Exception, SystemExit):  # `main` meets and reports it again
-                process.load(config)
+            with suppress(Exception):  # `main` meets and reports it again
+                try:
+                    process.load(config)
+                except SystemExit as exiting:
+                    if exiting.code in STOP_EXIT_CODES:  # by a signal: it is not sent again
+                        raise
             arguments, environment, cores = connection.recv()
             console = recv_handle(connection)
         except EOFError:

@@ -54,12 +54,21 @@ def test_nothing_is_frozen_without_a_new_module() -> None:
 
 
 @each_signal
+@pytest.mark.parametrize(
+    "library",
+    [
+        "{kill}\nraise AssertionError('not interrupted')",
+        "try:\n    {kill}\nexcept BaseException:\n    pass",
+        "try:\n    {kill}\nexcept BaseException:\n    raise ImportError('broken')",
+    ],
+    ids=["stops", "goes on", "raises its own"],
+)
 def test_signal_exits_during_an_import_in_an_event_loop(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "endless_library.py").write_text(
-        f"import os\nos.kill(os.getpid(), {int(number)})\nraise AssertionError('not interrupted')\n"
-    )
+    kill = f"os.kill(os.getpid(), {int(number)})"
+    (tmp_path / "endless_library.py").write_text("import os\n" + library.format(kill=kill))
+    monkeypatch.delitem(sys.modules, "endless_library", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     restored: list[bool] = []
 

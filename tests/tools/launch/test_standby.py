@@ -89,3 +89,9 @@ def test_one_that_is_not_started_ends(tmp_path: Path, monkeypatch: pytest.Monkey
     with standby(tmp_path, monkeypatch) as ahead:
         assert ahead.process.poll() is None
     assert ahead.process.poll() == -signal.SIGKILL
+
+
+def test_one_that_is_stopped_during_its_imports_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = "from slipstream.configs.runtime.signals import heavy_imports, signal"
+    with standby(tmp_path, monkeypatch, load=f"{imports}\n    with heavy_imports(): signal.raise_signal(15)") as ahead:
+        assert ahead.process.wait(60) == 128 + signal.SIGTERM
