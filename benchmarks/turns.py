@@ -33,7 +33,7 @@ from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.gateway.app import serving
+from slipstream.rollout_servers.rollouts.gateway.listener import serving
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tally import Tally
 from slipstream.tools.cli import at_least
@@ -143,7 +143,7 @@ class MeteredEngine:
     """
 
     def __init__(self, engine: RestartingEngine, stepped: Any, *, least: int, most: int) -> None:
-        """`stepped`: what the engine's thread steps."""
+        """`stepped`: what the engine's thread steps; None: it steps in a process of its own, uncounted."""
         self.engine = engine
         self.requests: list[Request] | None = None
         self.tally = Tally()
@@ -151,8 +151,9 @@ class MeteredEngine:
         self._calls = self._prompt_tokens = self._cached_tokens = self._steps = 0
         self._step_s = 0.0
         self._awaited, self._reached = 0, asyncio.Event()
-        self._step = stepped.step
-        stepped.step = self._timed
+        if stepped is not None:
+            self._step = stepped.step
+            stepped.step = self._timed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -302,7 +303,7 @@ def run_config(model: Path, folder: Path, options: argparse.Namespace) -> RunCon
         "name": options.engine,
         "max_model_len": tokens + DELTA_TOKENS,
         "max_sequences": options.episodes,
-        **({"core": "inline", "options": {"block_size": options.block_tokens}} if options.engine == "vllm" else {}),
+        **({"core": options.core, "options": {"block_size": options.block_tokens}} if options.engine == "vllm" else {}),
     }
     return RunConfig.model_validate(
         {
@@ -333,7 +334,7 @@ async def measure_cases(config: RunConfig, model: Path, options: argparse.Namesp
     engine = RestartingEngine(inner, start, config.rollout)
     found = defaultdict[str, list[Count]](list)
     try:
-        metered = MeteredEngine(engine, inner._stepped, least=options.least, most=options.most)
+        metered = MeteredEngine(engine, getattr(inner, "_stepped", None), least=options.least, most=options.most)
         measurement = Measurement(config, model, metered, options)
         for case in interleave(options.rounds, (EPISODES, SINGLE, MORE, AGENTS)):
             found[case].append(count := await measurement.run(case))
@@ -358,15 +359,8 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
         figures += [
             Figure(f"{names[case]}: speed", total.tokens / total.wall_s, "tokens/s"),
             Figure("  per CPU second", total.tokens / total.cpu_s, "tokens"),
-            Figure("  tokens per step", total.tokens / total.steps),
-            Figure("  engine busy", total.step_s / total.wall_s),
-            Figure("  step", 1000 * total.step_s / total.steps, "ms"),
-            Figure(
-                "  CPU of the server per call",
-                1000 * total.loop_cpu_s / total.calls,
-                "ms",
-                CPU_MS if case == AGENTS else None,
-            ),
+            *step_figures(total),
+            Figure("  CPU of the server per call", cpu_ms(total), "ms"),
             Figure("  prompt tokens from the prefix cache", total.cached_tokens / total.prompt_tokens),
         ]
     for case, other in ((EPISODES, SINGLE), (MORE, SINGLE), (AGENTS, MORE)):
@@ -376,15 +370,34 @@ def figures_of(found: Mapping[str, Sequence[Count]], options: argparse.Namespace
                 f"{names[case]} / {names[other]}: speed", one.tokens / one.wall_s / (two.tokens / two.wall_s), "", SHARE
             ),
             Figure("  per CPU second", one.tokens / one.cpu_s / (two.tokens / two.cpu_s)),
-            Figure("  tokens per step", one.tokens / one.steps / (two.tokens / two.steps)),
         ]
-    return figures
+        if one.steps:
+            figures.append(Figure("  tokens per step", one.tokens / one.steps / (two.tokens / two.steps)))
+    overhead_ms = cpu_ms(totals[AGENTS]) - cpu_ms(totals[MORE])
+    return [*figures, Figure("  overhead of the gateway, CPU per call", overhead_ms, "ms", CPU_MS)]
+
+
+def step_figures(total: Count) -> list[Figure]:
+    """The engine's steps, if they were counted."""
+    if not total.steps:
+        return []
+    return [
+        Figure("  tokens per step", total.tokens / total.steps),
+        Figure("  engine busy", total.step_s / total.wall_s),
+        Figure("  step", 1000 * total.step_s / total.steps, "ms"),
+    ]
+
+
+def cpu_ms(count: Count) -> float:
+    """CPU time of the server's thread per answer."""
+    return 1000 * count.loop_cpu_s / count.calls
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Size of the episodes, the engine."""
     add, positive = parser.add_argument, at_least(1)
     add("--engine", choices=("vllm", "hf"), default="vllm", help="the engine")
+    add("--core", choices=("inline", "process"), default="inline", help="vLLM in this process, or one of its own")
     add("--episodes", type=positive, default=64, help="in flight, as many as the engine runs answers at once")
     add("--sessions", type=positive, default=100, help="episodes and agents in flight of the other cases")
     add("--turns", type=positive, default=10, help="of an episode")

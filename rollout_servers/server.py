@@ -33,7 +33,7 @@ from slipstream.rollout_servers.engines.base import Pressure
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.plugins import plugin_code
 from slipstream.rollout_servers.rollouts.base import SILENT, EpisodeFailed, first_error
-from slipstream.rollout_servers.rollouts.gateway.app import serving
+from slipstream.rollout_servers.rollouts.gateway.listener import serving
 from slipstream.rollout_servers.rollouts.player import Player, play_group
 from slipstream.rollout_servers.tally import EXAMINED, Tally
 from slipstream.rollout_servers.tickets import (

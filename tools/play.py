@@ -203,7 +203,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
 
     from slipstream.models.tokenizer import Tokenizer
     from slipstream.rollout_servers.engines.registry import start_engine
-    from slipstream.rollout_servers.rollouts.gateway.app import serving
+    from slipstream.rollout_servers.rollouts.gateway.listener import serving
     from slipstream.rollout_servers.rollouts.player import Player
 
     split: Split = "eval" if arguments.eval else "train"

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from slipstream.configs import RunConfig
 from slipstream.env.base import AgentEndpoint, Env, Split, Task
 from slipstream.rollout_servers.engines.base import Completion, Engine, Request
-from slipstream.rollout_servers.rollouts.gateway.app import serving
+from slipstream.rollout_servers.rollouts.gateway.listener import serving
 from slipstream.rollout_servers.rollouts.player import Player
 from tests.rollout_servers.scripted import build_player
 

@@ -22,7 +22,7 @@ from slipstream.env.base import AgentEndpoint, Task
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
-from slipstream.rollout_servers.rollouts.gateway import app
+from slipstream.rollout_servers.rollouts.gateway import app, listener
 from slipstream.rollout_servers.tally import Tally
 from tests.rollout_servers.rollouts.gateway.harness import (
     DEADLINE_S,
@@ -377,7 +377,7 @@ async def test_bad_requests_are_refused_and_delay_nobody(
     """1,000 malformed ones, long and endless bodies of one session, while another is answered."""
     monkeypatch.setattr(app, "MOST_BODY_BYTES", 1 << 20)
     monkeypatch.setattr(app, "BODY_S", 1.0)
-    monkeypatch.setattr(app, "HEAD_S", 1.0)
+    monkeypatch.setattr(listener, "HEAD_S", 1.0)
     is_over, waits_s = asyncio.Event(), list[float]()
     roles = iter(("bad", "good"))
 
