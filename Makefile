@@ -160,8 +160,8 @@ bench-fleet: setup
 bench-weights: setup
 	@$(BIN)/python -m benchmarks weights $(ARGS)
 
-# Episodes of ten turns beside single turns, and agents of the gateway beside both: 2 minutes on two idle cores. With
-# transformers: make bench-turns ARGS="--engine hf"
+# Episodes of ten turns beside single turns, and agents of the gateway beside both: 2 minutes on two idle cores. vLLM in
+# a process of its own: ARGS="--core process"; transformers: ARGS="--engine hf"
 bench-turns: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks turns $(ARGS)
 
