@@ -9,8 +9,11 @@ import msgspec
 import numpy as np
 
 from slipstream.buffer.wire import messages as m
+from slipstream.configs.runtime.logging import get_log
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.tally import Tally
+
+log = get_log("rollout.record")
 
 Keep = Callable[[m.KeepEvent], asyncio.Future[str]]
 """Has the buffer keep an event; the result is its outcome (`Acknowledge`), once it is kept."""
@@ -77,11 +80,22 @@ class EpisodeRecord:
     def add(self, content: bytes, *, tokens: int = 0) -> asyncio.Future[str]:
         """Has a step kept, in which `tokens` were sampled; the result is the outcome, once it is kept.
 
-        A step of more than `MOST_EVENT_BYTES` is not kept (`full`).
+        A step of more than `MOST_EVENT_BYTES` is not kept (`full`), with a warning.
         """
         keep, place = self.ticket.keep, self.places
         self.places += 1
-        if keep is None or len(content) > m.MOST_EVENT_BYTES or place >= m.MOST_EVENTS:
+        is_full = len(content) > m.MOST_EVENT_BYTES or place >= m.MOST_EVENTS
+        if keep is not None and is_full:
+            log.warning(
+                "a step is too large to be kept; another server would repeat the episode from there",
+                ticket=self.ticket.id,
+                episode=self.episode,
+                step=place,
+                bytes=len(content),
+                most_bytes=m.MOST_EVENT_BYTES,
+                most_steps=m.MOST_EVENTS,
+            )
+        if keep is None or is_full:
             skipped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             skipped.set_result("full")
             return skipped
