@@ -334,7 +334,9 @@ async def measure_cases(config: RunConfig, model: Path, options: argparse.Namesp
     engine = RestartingEngine(inner, start, config.rollout)
     found = defaultdict[str, list[Count]](list)
     try:
-        metered = MeteredEngine(engine, getattr(inner, "_stepped", None), least=options.least, most=options.most)
+        is_apart = config.rollout.engine.name == "vllm" and options.core == "process"
+        stepped = None if is_apart else inner._stepped
+        metered = MeteredEngine(engine, stepped, least=options.least, most=options.most)
         measurement = Measurement(config, model, metered, options)
         for case in interleave(options.rounds, (EPISODES, SINGLE, MORE, AGENTS)):
             found[case].append(count := await measurement.run(case))

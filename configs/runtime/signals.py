@@ -62,7 +62,7 @@ def exit_on_signals() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(128 + (received[0] if received else signal.SIGINT))
+        received.append(signal.SIGINT)  # the first counts
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
